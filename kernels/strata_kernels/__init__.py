@@ -1,0 +1,1 @@
+"""Kernels: numpy references, and the CUDA ones that are held to them."""

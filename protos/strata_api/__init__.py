@@ -1,0 +1,1 @@
+"""The wire between vmmd and its clients: gRPC messages and shared pages."""

@@ -1,0 +1,143 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusPart(_message.Message):
+    __slots__ = ("daemon", "devices", "models", "sessions")
+    DAEMON_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    daemon: DaemonStatus
+    devices: _containers.RepeatedCompositeFieldContainer[DeviceStatus]
+    models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionStatus]
+    def __init__(self, daemon: _Optional[_Union[DaemonStatus, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ...) -> None: ...
+
+class DaemonStatus(_message.Message):
+    __slots__ = ("epoch", "pid", "version", "driver", "uptime_s", "draining")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRIVER_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    pid: int
+    version: str
+    driver: str
+    uptime_s: float
+    draining: bool
+    def __init__(self, epoch: _Optional[int] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., driver: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ...) -> None: ...
+
+class DeviceStatus(_message.Message):
+    __slots__ = ("uuid", "name", "is_host", "slab_bytes", "total_bytes", "cap_bytes", "free_bytes", "kv_bytes", "experts_bytes", "weights_bytes", "revoking_bytes", "quarantined_bytes", "unmanaged_bytes", "free_slab_bytes", "state")
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    IS_HOST_FIELD_NUMBER: _ClassVar[int]
+    SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REVOKING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNMANAGED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    uuid: str
+    name: str
+    is_host: bool
+    slab_bytes: int
+    total_bytes: int
+    cap_bytes: int
+    free_bytes: int
+    kv_bytes: int
+    experts_bytes: int
+    weights_bytes: int
+    revoking_bytes: int
+    quarantined_bytes: int
+    unmanaged_bytes: int
+    free_slab_bytes: int
+    state: str
+    def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., is_host: bool = ..., slab_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., cap_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., experts_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., revoking_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., unmanaged_bytes: _Optional[int] = ..., free_slab_bytes: _Optional[int] = ..., state: _Optional[str] = ...) -> None: ...
+
+class ModelStatus(_message.Message):
+    __slots__ = ("model_id", "name", "uid", "domain", "experts", "resident", "homes", "slots", "heat_covered", "weights_bytes", "experts_bytes", "sessions", "generation", "stale", "stuck_pids")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    HOMES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    HEAT_COVERED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
+    STUCK_PIDS_FIELD_NUMBER: _ClassVar[int]
+    model_id: int
+    name: str
+    uid: int
+    domain: str
+    experts: int
+    resident: int
+    homes: int
+    slots: int
+    heat_covered: float
+    weights_bytes: int
+    experts_bytes: int
+    sessions: int
+    generation: int
+    stale: bool
+    stuck_pids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, model_id: _Optional[int] = ..., name: _Optional[str] = ..., uid: _Optional[int] = ..., domain: _Optional[str] = ..., experts: _Optional[int] = ..., resident: _Optional[int] = ..., homes: _Optional[int] = ..., slots: _Optional[int] = ..., heat_covered: _Optional[float] = ..., weights_bytes: _Optional[int] = ..., experts_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., generation: _Optional[int] = ..., stale: bool = ..., stuck_pids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SessionStatus(_message.Message):
+    __slots__ = ("session_id", "pid", "uid", "user", "executable", "kv_cells", "kv_bytes", "age_s", "state", "quarantined_bytes", "model_ids")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    EXECUTABLE_FIELD_NUMBER: _ClassVar[int]
+    KV_CELLS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_IDS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    pid: int
+    uid: int
+    user: str
+    executable: str
+    kv_cells: int
+    kv_bytes: int
+    age_s: float
+    state: str
+    quarantined_bytes: int
+    model_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[int] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., user: _Optional[str] = ..., executable: _Optional[str] = ..., kv_cells: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., state: _Optional[str] = ..., quarantined_bytes: _Optional[int] = ..., model_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: int
+    def __init__(self, sessions: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""strata-client: maps memory that vmmd leases and generates text from it."""

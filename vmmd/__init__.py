@@ -1,0 +1,1 @@
+"""vmmd: the daemon that owns GPU memory and arbitrates trades of it."""

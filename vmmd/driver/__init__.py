@@ -1,0 +1,1 @@
+"""Drivers: physical memory, its descriptors and its mappings."""

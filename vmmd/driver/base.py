@@ -1,0 +1,172 @@
+"""The driver protocol: what vmmd needs of a device's memory, and clients of a mapping.
+
+Two sides, because two processes are involved:
+
+- `Driver` runs in the daemon. It creates slabs on a device, exports each as a
+  descriptor, fills them from files or other slabs, and destroys them.
+- `Mapper` runs in a client. It reserves addresses, imports descriptors and maps
+  slab *i* of a range at byte offset ``i * slab_bytes``.
+
+Both raise `vmmd.errors.DriverError` for a failed call and undo what they had
+begun. All methods block; the daemon calls `fill`, `read` and `create` from worker
+threads, possibly several at once, everything else from one thread.
+
+Contract, tested on every driver by ``tests/unit/test_driver_contract.py``:
+
+- A slab is created on the device that is named, never on a current one, and maps
+  whole or not at all.
+- A new slab reads as zeros.
+- `export` gives a new descriptor each time, close-on-exec, which the caller
+  closes; the memory lives as long as the slab, a descriptor or a mapping does.
+- `destroy` gives up the daemon's own hold. Others keep what they have mapped:
+  no mapping can be taken from a living process. `held_elsewhere` tells.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One device. Known by `uuid`; ordinals never leave a driver."""
+
+    uuid: str
+    name: str
+    total_bytes: int
+    page_bytes: int  # allocation granularity: slab sizes are multiples of it
+    is_host: bool = False  # the host's RAM: homes of experts, no computing
+    numa_node: int | None = None
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a device has at this moment, whoever uses it."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class Slab:
+    """One physical allocation. `handle` means something to its driver alone."""
+
+    device_uuid: str
+    size_bytes: int
+    handle: Any
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """Bytes of an open regular file; `fd` stays the caller's."""
+
+    fd: int
+    offset_bytes: int
+
+
+@dataclass(frozen=True)
+class SlabSource:
+    """Bytes of another slab."""
+
+    slab: Slab
+    offset_bytes: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One piece of a fill: `length_bytes` from `source` to `target` at an offset."""
+
+    target: Slab
+    offset_bytes: int
+    length_bytes: int
+    source: FileSource | SlabSource
+
+
+class ShortRead(Exception):
+    """A file ended before the bytes that a fill asked for: it has shrunk."""
+
+
+class Driver(Protocol):
+    """Daemon side."""
+
+    name: str
+
+    def devices(self) -> Sequence[DeviceInfo]:
+        """All devices that can be used, computing ones first, the host's RAM last."""
+
+    def memory(self, device_uuid: str) -> DeviceMemory:
+        """Total and free bytes of a device now. Errors: `NotFound`, `DriverError`."""
+
+    def create(self, device_uuid: str, size_bytes: int) -> Slab:
+        """Allocates a slab of zeros.
+
+        Errors: `InvalidRequest` (not a multiple of the page), `NotFound`,
+        `Exhausted` (the device has no room, or the process no descriptor; the
+        message says which), `DriverError`.
+        """
+
+    def export(self, slab: Slab, *, writable: bool) -> int:
+        """A new close-on-exec descriptor of the slab; the caller closes it.
+
+        Where the driver can (host), a descriptor that is not `writable` maps
+        read-only; on CUDA the importer chooses its own access.
+        """
+
+    def held_elsewhere(self, slab: Slab) -> bool | None:
+        """Whether any other descriptor or mapping of the slab exists.
+
+        None where the driver cannot tell; then the clients' word must do.
+        """
+
+    def fill(self, copies: Sequence[Copy]) -> None:
+        """Copies bytes into slabs; returns when all of them have arrived.
+
+        Errors: `ShortRead` (a file has shrunk), `OSError` (reading it failed),
+        `DriverError`. Targets hold unspecified bytes after an error.
+        """
+
+    def read(self, slab: Slab, offset_bytes: int, length_bytes: int) -> bytes:
+        """A copy of the slab's bytes, for verification."""
+
+    def destroy(self, slab: Slab) -> None:
+        """Gives up the daemon's hold on the slab. Never fails."""
+
+    def close(self) -> None:
+        """Gives up everything that the driver still has."""
+
+
+class Reservation(Protocol):
+    """A range's addresses in one client process; nothing is mapped at first."""
+
+    slab_bytes: int
+    slabs_max: int
+
+    def map(self, first_index: int, fds: Sequence[int], *, writable: bool) -> None:
+        """Imports slabs and maps them at consecutive indexes, all or none.
+
+        Closes every descriptor in any case. Not inherited by forked children.
+        Errors: `InvalidRequest` (outside the range, or a descriptor that is no
+        slab of this size), `DriverError`.
+        """
+
+    def unmap(self, index: int) -> None:
+        """Unmaps one slab and releases its import; the addresses stay reserved."""
+
+    def is_mapped(self, index: int) -> bool:
+        """Whether slab `index` is mapped."""
+
+    def view(self) -> Any:
+        """The whole range: a uint8 numpy array on the host, an address on CUDA.
+
+        Touching an unmapped part faults.
+        """
+
+    def close(self) -> None:
+        """Unmaps everything and gives the addresses back."""
+
+
+class Mapper(Protocol):
+    """Client side: makes reservations on one device."""
+
+    def reserve(self, slab_bytes: int, slabs_max: int) -> Reservation:
+        """Reserves ``slabs_max * slab_bytes`` of addresses. Errors: `DriverError`."""
