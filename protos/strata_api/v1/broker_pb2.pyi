@@ -91,16 +91,18 @@ class Challenge(_message.Message):
     def __init__(self, nonce: _Optional[bytes] = ...) -> None: ...
 
 class Descriptors(_message.Message):
-    __slots__ = ("batch_id", "first", "total", "entries")
+    __slots__ = ("batch_id", "first", "total", "entries", "next")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     first: int
     total: int
     entries: _containers.RepeatedCompositeFieldContainer[BatchEntry]
-    def __init__(self, batch_id: _Optional[int] = ..., first: _Optional[int] = ..., total: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[BatchEntry, _Mapping]]] = ...) -> None: ...
+    next: int
+    def __init__(self, batch_id: _Optional[int] = ..., first: _Optional[int] = ..., total: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[BatchEntry, _Mapping]]] = ..., next: _Optional[int] = ...) -> None: ...
 
 class BatchEntry(_message.Message):
     __slots__ = ("kind", "id", "slab_index", "writable")
