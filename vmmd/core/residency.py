@@ -1,0 +1,214 @@
+"""Residency: which expert of a model is in which slot, and how hot it is.
+
+One `Arena` a model: a part on each device that holds its experts, and the homes in
+host slabs. A slot is EMPTY, BUSY (being filled, or still read by steps of an old
+generation) or holds an expert. A slab belongs to one size class, the slot size, as
+in a slab allocator. Experts go by their flat id.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vmmd.core.geometry import Geometry
+
+EMPTY, BUSY = -1, -2
+NOWHERE = -1
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+
+class Slot(NamedTuple):
+    """A place for one expert: `slab` is an index in the range of arena part `part`."""
+
+    part: int
+    slab: int
+    slot: int
+
+
+@dataclass
+class SlabSlots:
+    """The slots of one slab of an arena part."""
+
+    slot_bytes: int
+    occupants: I64  # [slots] expert, EMPTY or BUSY
+
+    def experts(self) -> I64:
+        """The experts in it."""
+        return self.occupants[self.occupants >= 0]
+
+
+@dataclass
+class Part:
+    """An arena's range on one device."""
+
+    range_id: int
+    device: str
+    slab_bytes: int
+    slabs: dict[int, SlabSlots] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> int:
+        """Slots of all its slabs."""
+        return sum(len(s.occupants) for s in self.slabs.values())
+
+
+class Arena:
+    """Places, homes and heat of a model's experts. Knows nothing of the ledger."""
+
+    def __init__(self, model_id: int, domain: str, geometry: Geometry, parts: list[Part], floor_slots: int) -> None:
+        n = geometry.n
+        self.model_id = model_id
+        self.domain = domain
+        self.geometry = geometry
+        self.parts = parts
+        self.floor_slots = min(floor_slots, n)
+        self.place: I64 = np.full((n, 3), NOWHERE, np.int64)  # part, slab, slot
+        self.home: I64 = np.full((n, 2), NOWHERE, np.int64)  # slab, slot in the homes range
+        self.home_ready: Bool = np.zeros(n, np.bool_)
+        self.heat: F64 = np.zeros(n, np.float64)
+
+    # Slabs
+
+    def add_slab(self, part: int, index: int, slot_bytes: int) -> None:
+        """A slab of empty slots of one size class."""
+        slabs = self.parts[part].slabs
+        if index in slabs:
+            raise ValueError(f"part {part} has slab {index} already")
+        slots = self.parts[part].slab_bytes // slot_bytes
+        slabs[index] = SlabSlots(slot_bytes, np.full(slots, EMPTY, np.int64))
+
+    def remove_slab(self, part: int, index: int) -> None:
+        """Takes out a slab that no expert is in. Its busy slots go with it."""
+        if (self.parts[part].slabs[index].occupants >= 0).any():
+            raise ValueError(f"slab {index} of part {part} still holds experts")
+        del self.parts[part].slabs[index]
+
+    # Slots
+
+    def reserve(self, slot: Slot) -> None:
+        """EMPTY -> BUSY: about to be filled."""
+        occupants = self._occupants(slot)
+        if occupants[slot.slot] != EMPTY:
+            raise ValueError(f"{slot} is not empty")
+        occupants[slot.slot] = BUSY
+
+    def settle(self, expert: int, slot: Slot) -> None:
+        """BUSY -> holds `expert`, which leaves the slot it was in (that one turns BUSY)."""
+        occupants = self._occupants(slot)
+        if occupants[slot.slot] != BUSY or self.parts[slot.part].slabs[slot.slab].slot_bytes != self.slot_bytes(expert):
+            raise ValueError(f"{slot} is not reserved, or not of expert {expert}'s size")
+        self.vacate(expert)
+        occupants[slot.slot] = expert
+        self.place[expert] = slot
+
+    def vacate(self, expert: int) -> None:
+        """The expert is read from its home from now on; its slot turns BUSY until `release`."""
+        slot = self.slot_of(expert)
+        if slot is not None:
+            self._occupants(slot)[slot.slot] = BUSY
+            self.place[expert] = NOWHERE
+
+    def release(self, slot: Slot) -> None:
+        """BUSY -> EMPTY: no step reads it any more, or its filling was given up."""
+        occupants = self._occupants(slot)
+        if occupants[slot.slot] != BUSY:
+            raise ValueError(f"{slot} is not busy")
+        occupants[slot.slot] = EMPTY
+
+    def _occupants(self, slot: Slot) -> I64:
+        return self.parts[slot.part].slabs[slot.slab].occupants
+
+    # Looking
+
+    def slot_of(self, expert: int) -> Slot | None:
+        """Where an expert is on a device."""
+        part, slab, slot = map(int, self.place[expert])
+        return None if part == NOWHERE else Slot(part, slab, slot)
+
+    def slot_bytes(self, expert: int) -> int:
+        """The size class of an expert."""
+        return int(self.geometry.slot_bytes[expert])
+
+    @property
+    def resident(self) -> Bool:
+        """`[n]`: whether each expert is in a device slot."""
+        return self.place[:, 0] != NOWHERE
+
+    @property
+    def slots(self) -> int:
+        """Slots on all devices."""
+        return sum(part.slots for part in self.parts)
+
+    def heat_covered(self) -> float:
+        """Share of the heat that resident experts carry; of the experts while there is no heat."""
+        total = float(self.heat.sum())
+        return float(self.heat[self.resident].sum()) / total if total > 0 else float(self.resident.mean())
+
+    def hottest_missing(self, slot_bytes: int, count: int) -> list[int]:
+        """Up to `count` experts of a size class that are in no slot and can be filled from a home, hottest first."""
+        missing = np.flatnonzero(~self.resident & self.home_ready & (self.geometry.slot_bytes == slot_bytes))
+        order = np.lexsort((missing, -self.heat[missing]))
+        return [int(e) for e in missing[order[:count]]]
+
+    def missing_classes(self) -> list[int]:
+        """Size classes that have missing experts, the one with most missing heat first."""
+        missing = ~self.resident & self.home_ready
+        classes = np.unique(self.geometry.slot_bytes[missing])
+        of = {int(c): missing & (self.geometry.slot_bytes == c) for c in classes}
+        return sorted(of, key=lambda c: (-float(self.heat[of[c]].sum()), -int(of[c].sum()), c))
+
+    def empty_slots(self, part: int) -> Iterable[tuple[int, Slot]]:
+        """(slot_bytes, slot) of each empty slot of a part."""
+        for index, slab in self.parts[part].slabs.items():
+            for slot in np.flatnonzero(slab.occupants == EMPTY):
+                yield slab.slot_bytes, Slot(part, index, int(slot))
+
+    def check(self) -> None:
+        """Raises `AssertionError` where slots and places disagree."""
+        found = 0
+        for p, part in enumerate(self.parts):
+            for index, slab in part.slabs.items():
+                for slot, expert in enumerate(slab.occupants):
+                    assert expert >= BUSY
+                    if expert >= 0:
+                        found += 1
+                        assert tuple(self.place[expert]) == (p, index, slot), f"expert {expert} is not where it says"
+                        assert slab.slot_bytes == self.slot_bytes(int(expert)), "a slot of another size class"
+        assert found == int(self.resident.sum()), "an expert is resident in no slot"
+
+
+def classes(geometry: Geometry) -> list[tuple[int, I64]]:
+    """(slot_bytes, experts in order) of each size class, largest slots first."""
+    sizes = np.unique(geometry.slot_bytes)[::-1]
+    return [(int(size), np.flatnonzero(geometry.slot_bytes == size)) for size in sizes]
+
+
+def slabs_needed(geometry: Geometry, slab_bytes: int, experts: I64 | None = None) -> int:
+    """Slabs that hold all experts (or those given), each slab of one size class."""
+    sizes = geometry.slot_bytes if experts is None else geometry.slot_bytes[experts]
+    unique, counts = np.unique(sizes, return_counts=True)
+    return sum(-(-int(count) // (slab_bytes // int(size))) for size, count in zip(unique, counts, strict=True))
+
+
+def assign_classes(geometry: Geometry, slab_bytes: int, slabs: int) -> list[int]:
+    """A size class for each of `slabs` slabs, in proportion to what each class needs.
+
+    Every class gets its full need where there is enough. With fewer slabs, largest
+    remainders decide, so that no class starves while another is complete.
+    """
+    need = [(size, -(-len(experts) // (slab_bytes // size))) for size, experts in classes(geometry)]
+    total = sum(count for _, count in need)
+    if slabs >= total:
+        return [size for size, count in need for _ in range(count)]
+    share = [(size, count * slabs / total) for size, count in need]
+    given = {size: int(part) for size, part in share}
+    by_remainder = sorted(share, key=lambda x: (int(x[1]) - x[1], -x[0]))
+    for size, _ in by_remainder[: slabs - sum(given.values())]:
+        given[size] += 1
+    return [size for size, _ in need for _ in range(given[size])]
