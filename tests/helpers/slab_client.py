@@ -1,0 +1,104 @@
+"""A real client process for the driver tests: maps slabs that it is sent, and does as it is told.
+
+Run as ``python slab_client.py DRIVER FD``: FD is one end of a SOCK_SEQPACKET pair;
+each packet is a JSON request, with descriptors for "map", and each is answered
+with a JSON reply.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+class SlabClient:
+    """The test's side: starts the process and talks to it; ends it on exit."""
+
+    def __init__(self, driver: str) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, driver, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            )
+        self.ask("hello")
+
+    def ask(self, verb: str, fds: Sequence[int] = (), **values: Any) -> Any:
+        """One request; returns what the client answers. The caller keeps its descriptors."""
+        socket.send_fds(self._socket, [json.dumps({"verb": verb, **values}).encode()], list(fds))
+        return json.loads(self._socket.recv(1 << 16))
+
+    def send_only(self, fds: Sequence[int]) -> None:
+        """Puts descriptors in flight to a client that does not look."""
+        socket.send_fds(self._socket, [b'{"verb": "hello"}'], list(fds))
+
+    def stop(self) -> None:
+        """SIGSTOP: what is sent stays in flight."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        """SIGKILL, and waits until the process is gone."""
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> "SlabClient":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.kill()
+        self._socket.close()
+
+
+def _serve(driver: str, connection: socket.socket) -> None:
+    if driver == "host":
+        from vmmd.driver.host_memfd import HostMapper as Mapper
+    else:
+        raise SystemExit(f"no driver {driver!r}")
+    reservation = None
+    while True:
+        data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 250)
+        if not data:
+            return
+        request = json.loads(data)
+        reply: Any = None
+        try:
+            match request["verb"]:
+                case "reserve":
+                    reservation = Mapper().reserve(request["slab_bytes"], request["slabs_max"])
+                case "map":
+                    assert reservation is not None
+                    reservation.map(request["index"], fds, writable=request["writable"])
+                case "hold":
+                    reply = len(fds)  # and keep them open
+                case "read":
+                    assert reservation is not None
+                    first = request["offset"]
+                    reply = bytes(reservation.view()[first : first + request["length"]]).hex()
+                case "write":
+                    assert reservation is not None
+                    data = bytes.fromhex(request["data"])
+                    reservation.view()[request["offset"] :][: len(data)] = list(data)
+                case "unmap":
+                    assert reservation is not None
+                    reservation.unmap(request["index"])
+                case "fork":
+                    reply = os.fork()
+                    if reply == 0:
+                        connection.close()
+                        signal.pause()
+                case "descriptors":
+                    reply = len(list(Path("/proc/self/fd").iterdir()))
+                case "mapped":
+                    reply = Path("/proc/self/maps").read_text().count("strata-slab")
+        except Exception as error:
+            reply = f"{type(error).__name__}: {error}"
+        connection.send(json.dumps(reply).encode())
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
