@@ -76,7 +76,7 @@ class Sampler:
             scores[ids] = np.where(chosen > 0, chosen / options.repeat_penalty, chosen * options.repeat_penalty)
         if options.temperature == 0 or options.top_k == 1:
             return int(scores.argmax())  # the first, thus the lowest id, of equals
-        order = np.argsort(-scores, kind="stable")
+        order = np.argsort(-scores, kind="stable")[: int(np.count_nonzero(scores > -math.inf))]
         if options.top_k:
             order = order[: options.top_k]
         probabilities = _softmax(scores[order])
@@ -84,7 +84,8 @@ class Sampler:
             before = np.cumsum(probabilities) - probabilities
             order = order[: max(1, int(np.count_nonzero(before < options.top_p)))]
         order = order[probabilities[: len(order)] >= options.min_p * probabilities[0]]
-        probabilities = _softmax((scores[order] - scores[order[0]]) / options.temperature)
+        with np.errstate(over="ignore"):  # a tiny temperature: the others become impossible
+            probabilities = _softmax((scores[order] - scores[order[0]]) / options.temperature)
         drawn = np.searchsorted(np.cumsum(probabilities), self._random.random(), side="right")
         return int(order[min(int(drawn), len(order) - 1)])
 
