@@ -31,7 +31,7 @@ _TENSOR_BYTES_MIN = 8 + 4 + 8 + 4 + 8  # name length, number of dimensions, one 
 _ARRAY_BYTES_MIN = 4 + 8  # type, count
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
-_NUMBERS = {
+_NUMBERS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
     2: np.dtype("<u2"),

@@ -1,52 +1,238 @@
-"""The Qwen3-MoE architecture (`qwen3moe`), in float32 on the numpy reference kernels."""
+"""The Qwen3-MoE architecture (`qwen3moe`), in float32 on the numpy reference kernels.
 
-from strata_client.models.base import F32, I32, ExpertStack, KVCache, Memory, WeightExtent
-from strata_client.models.gguf_file import ModelFile
+Names of tensors and keys are those of GGUF files. Source: Qwen3 Technical Report, 2025; the arithmetic is that
+of transformers' `Qwen3MoeForCausalLM` with `norm_topk_prob`.
+"""
 
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import product
 
-class Params:
-    """What the file's metadata says about the model's shape."""
+import numpy as np
+from strata_kernels.reference import (
+    attention,
+    dequantize,
+    embedding,
+    expert_ffn,
+    kv_store,
+    matmul,
+    rms_norm,
+    rope,
+    router,
+)
 
-    n_layers: int
-    context_length: int
-    d_model: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    n_experts: int
-    top_k: int
-    d_expert: int
-    n_vocab: int
-    n_tokens: int
-    rms_eps: float
-    rope_freq_base: float
-    rope_scale: float
-    n_extra_layers: int
+from strata_client.models.base import (
+    F32,
+    I32,
+    U8,
+    ExpertBytes,
+    ExpertStack,
+    KVCache,
+    Memory,
+    ModelError,
+    WeightExtent,
+)
+from strata_client.models.gguf_file import ModelFile, TensorInfo
+from strata_client.models.qwen3moe_file import (
+    MATRICES,
+    Params,
+    check_tensors,
+    expert_tensor,
+    read_params,
+    weight_shapes,
+)
+
+EXPERT_CACHE_BYTES = 256 << 20
 
 
 class Qwen3Moe:
-    """A model of a file."""
+    """A model: where its tensors lie, and how tokens become logits.
 
-    params: Params
-    kv_cell_bytes: int
+    Not for use by several threads at once.
 
-    def __init__(self, model_file: ModelFile) -> None:
-        raise NotImplementedError
+    Attributes:
+        params: the model's shape.
+        tied_output: the embedding is the output matrix as well.
+        kv_cell_bytes: float32 K and V of one token position in all layers.
+    """
+
+    def __init__(self, model_file: ModelFile, expert_cache_bytes: int = EXPERT_CACHE_BYTES) -> None:
+        """Checks the file's metadata and tensors.
+
+        Args:
+            model_file: the opened file; only its tables are used.
+            expert_cache_bytes: how many bytes of decoded experts are kept.
+
+        Raises:
+            ModelError: a key or tensor is missing, of the wrong shape, or of a kind that would give wrong results.
+        """
+        self.params: Params = read_params(model_file)
+        self._tensors = check_tensors(model_file, self.params)
+        self.tied_output = "output.weight" not in self._tensors
+        self.kv_cell_bytes = self.params.n_layers * 2 * self.params.n_kv_heads * self.params.head_dim * 4
+        self._weights: dict[str, F32] = {}
+        self._experts = _ExpertCache(expert_cache_bytes)
 
     def stacks(self) -> list[ExpertStack]:
-        """Where the routed experts lie."""
-        raise NotImplementedError
+        """Where the routed experts lie; separate tensors at equal distances are one stack."""
+        return [
+            stack
+            for layer, matrix in product(range(self.params.n_layers), range(len(MATRICES)))
+            for stack in self._stacks_of(layer, matrix)
+        ]
+
+    def _stacks_of(self, layer: int, matrix: int) -> Iterator[ExpertStack]:
+        """The stacks of one layer's matrix."""
+        run: ExpertStack | None = None
+        for expert in range(self.params.n_experts):
+            tensor, offset_bytes, size_bytes = self._expert_place(layer, matrix, expert)
+            if run is not None and run.file == tensor.file and run.expert_bytes == size_bytes:
+                stride_bytes = run.stride_bytes if run.count > 1 else offset_bytes - run.offset_bytes
+                if stride_bytes > 0 and offset_bytes == run.offset_bytes + run.count * stride_bytes:
+                    run = run._replace(count=run.count + 1, stride_bytes=stride_bytes)
+                    continue
+            if run is not None:
+                yield run
+            run = ExpertStack(layer, matrix, expert, 1, tensor.file, offset_bytes, size_bytes, size_bytes)
+        assert run is not None
+        yield run
+
+    def _expert_place(self, layer: int, matrix: int, expert: int) -> tuple[TensorInfo, int, int]:
+        """The tensor that holds an expert's matrix, and the matrix's offset in the file and its bytes."""
+        tensor = expert_tensor(self._tensors, layer, MATRICES[matrix], expert)
+        if len(tensor.dims) == 2:
+            return tensor, tensor.offset_bytes, tensor.size_bytes
+        size_bytes = tensor.size_bytes // self.params.n_experts
+        return tensor, tensor.offset_bytes + expert * size_bytes, size_bytes
 
     def weight_extents(self) -> list[WeightExtent]:
-        """Every tensor that is not a routed expert, once."""
-        raise NotImplementedError
+        """Every tensor that is not a routed expert, once each."""
+        names = weight_shapes(self.params)
+        return [
+            WeightExtent(tensor.name, tensor.file, tensor.offset_bytes, tensor.size_bytes)
+            for tensor in self._tensors.values()
+            if tensor.name in names
+        ]
 
     def expert_bytes(self, layer: int, expert: int) -> tuple[int, int, int]:
-        """Bytes of an expert's gate, up and down."""
-        raise NotImplementedError
+        """Bytes of an expert's gate, up and down as they lie in the file."""
+        gate, up, down = (self._expert_place(layer, matrix, expert)[2] for matrix in range(len(MATRICES)))
+        return gate, up, down
 
     def forward(
         self, tokens: I32, position: int, memory: Memory, cache: KVCache, *, prompt: bool, all_logits: bool = False
     ) -> F32:
-        """Logits float32 `[vocab]` after the last of `tokens`, or `[n, vocab]` after each."""
-        raise NotImplementedError
+        """Runs tokens through the model; their K and V go into the cache.
+
+        Args:
+            tokens: int32 `[n]`, at least one.
+            position: cell of the first token; the cells before it are filled.
+            memory: of this model's file. Within a published step.
+            cache: with room for `position + n` cells.
+            prompt: the tokens are a prompt's (their routing counts less).
+            all_logits: for each token, not only for the last.
+
+        Returns:
+            Logits float32 `[n_vocab]`, or `[n, n_vocab]`. Ids that the vocabulary has no token for are -inf.
+
+        Raises:
+            ModelError: a token is not below `n_vocab`.
+        """
+        params = self.params
+        if tokens.min() < 0 or tokens.max() >= params.n_vocab:
+            raise ModelError(f"token {tokens.max()} does not exist: the model has {params.n_vocab}")
+        table = self._tensors["token_embd.weight"]
+        x = embedding(tokens, memory.weight(table.name).reshape(params.n_vocab, -1), table.type)
+        for layer in range(params.n_layers):
+            x = x + self._attention(layer, x, position, memory, cache)
+            x = x + self._mixture(layer, x, memory, prompt)
+        x = x if all_logits else x[-1:]
+        x = rms_norm(x, self._weight(memory, "output_norm.weight"), params.rms_eps)
+        logits = matmul(x, self._weight(memory, table.name if self.tied_output else "output.weight"))
+        logits[:, params.n_tokens :] = -np.inf
+        return logits if all_logits else logits[0]
+
+    def _attention(self, layer: int, x: F32, position: int, memory: Memory, cache: KVCache) -> F32:
+        """Attention of one layer, float32 `[n, d_model]`."""
+        params, blk, n = self.params, f"blk.{layer}.", len(x)
+        h = rms_norm(x, self._weight(memory, blk + "attn_norm.weight"), params.rms_eps)
+        q = matmul(h, self._weight(memory, blk + "attn_q.weight")).reshape(n, params.n_heads, params.head_dim)
+        k = matmul(h, self._weight(memory, blk + "attn_k.weight")).reshape(n, params.n_kv_heads, params.head_dim)
+        v = matmul(h, self._weight(memory, blk + "attn_v.weight")).reshape(n, params.n_kv_heads, params.head_dim)
+        q = rms_norm(q, self._weight(memory, blk + "attn_q_norm.weight"), params.rms_eps)
+        k = rms_norm(k, self._weight(memory, blk + "attn_k_norm.weight"), params.rms_eps)
+        q = rope(q, position, params.rope_freq_base, params.rope_scale)
+        k = rope(k, position, params.rope_freq_base, params.rope_scale)
+        segments = cache.segments(layer, position + n)
+        kv_store(k, v, segments, position)
+        out = attention(q, segments, position)
+        return matmul(out.reshape(n, -1), self._weight(memory, blk + "attn_output.weight"))
+
+    def _mixture(self, layer: int, x: F32, memory: Memory, prompt: bool) -> F32:
+        """The routed experts of one layer, float32 `[n, d_model]`."""
+        params, blk = self.params, f"blk.{layer}."
+        h = rms_norm(x, self._weight(memory, blk + "ffn_norm.weight"), params.rms_eps)
+        scores = matmul(h, self._weight(memory, blk + "ffn_gate_inp.weight"))
+        experts, weights = router(scores, params.top_k)
+        memory.routed(layer, experts, prompt=prompt)
+        out = np.zeros_like(x)
+        for expert in np.unique(experts).tolist():
+            rows, ranks = np.nonzero(experts == expert)
+            y = expert_ffn(h[rows], *self._expert(memory, layer, expert))
+            out[rows] += weights[rows, ranks, None] * y
+        return out
+
+    def _weight(self, memory: Memory, name: str) -> F32:
+        """A tensor of the weights range, decoded once: float32, slowest dimension first."""
+        if name not in self._weights:
+            tensor = self._tensors[name]
+            raw = memory.weight(name).reshape(*reversed(tensor.dims[1:]), -1)
+            self._weights[name] = dequantize(raw, tensor.type)
+        return self._weights[name]
+
+    def _expert(self, memory: Memory, layer: int, expert: int) -> tuple[F32, F32, F32]:
+        """An expert's gate, up and down, decoded: float32 `[d_out, d_in]`."""
+        raw = memory.expert(layer, expert)
+        found = self._experts.get(layer, expert, raw)
+        if found is None:
+            gate, up, down = (
+                self._decode(layer, matrix, expert, data) for matrix, data in enumerate((raw.gate, raw.up, raw.down))
+            )
+            found = self._experts.put(layer, expert, raw, (gate, up, down))
+        return found
+
+    def _decode(self, layer: int, matrix: int, expert: int, raw: U8) -> F32:
+        tensor = expert_tensor(self._tensors, layer, MATRICES[matrix], expert)
+        return dequantize(raw.reshape(tensor.dims[1], -1), tensor.type)
+
+
+class _ExpertCache:
+    """Decoded experts, the least recently used dropped first.
+
+    What is decoded holds while the residency entry that it was read by is unchanged.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._left_bytes = size_bytes
+        self._found: OrderedDict[tuple[int, int], tuple[int, tuple[F32, F32, F32]]] = OrderedDict()
+
+    def get(self, layer: int, expert: int, raw: ExpertBytes) -> tuple[F32, F32, F32] | None:
+        """The decoded matrices, if they are still those of `raw`."""
+        entry, matrices = self._found.get((layer, expert), (None, None))
+        if entry != raw.entry:
+            return None
+        self._found.move_to_end((layer, expert))
+        return matrices
+
+    def put(self, layer: int, expert: int, raw: ExpertBytes, matrices: tuple[F32, F32, F32]) -> tuple[F32, F32, F32]:
+        """Keeps decoded matrices, as far as there is room, and returns them."""
+        self._drop((layer, expert))
+        self._found[layer, expert] = raw.entry, matrices
+        self._left_bytes -= sum(matrix.nbytes for matrix in matrices)
+        while self._left_bytes < 0:
+            self._drop(next(iter(self._found)))
+        return matrices
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        if key in self._found:
+            self._left_bytes += sum(matrix.nbytes for matrix in self._found.pop(key)[1])
