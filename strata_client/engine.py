@@ -1,0 +1,249 @@
+"""A model on leased memory with one sequence: steps and growth."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+from strata_api.v1 import memory_pb2 as wire
+from strata_api.v1 import pages
+
+from strata_client.connection import NoDaemon, raise_descriptor_limit
+from strata_client.mapping import CellShape, KVRange, Shape, choose_slab_bytes
+from strata_client.models.base import F32
+from strata_client.models.gguf_file import ModelFile
+from strata_client.models.qwen3moe import Qwen3Moe
+from strata_client.session import OpenedModel, Session, choose_device
+from vmmd.errors import Exhausted, LeaseRevoked, Unavailable, VmmError
+
+CHUNK_TOKENS = 64
+"""Tokens of a prompt in one step."""
+
+CELLS_AHEAD = 256
+"""Cells beyond the prompt that are asked for at its start."""
+
+CELLS_LOW = 64
+"""With fewer cells left, decoding asks for more."""
+
+_RETRY_CELLS = 16
+
+Say = Callable[[str], None]
+
+
+class Engine:
+    """A model, its memory and one sequence's K/V. For one thread.
+
+    Attributes:
+        model: the model.
+        context: most cells the sequence may have.
+        position: cells filled.
+        refusal: why the last growth was refused; empty if it was not.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3Moe,
+        session: Session,
+        opened: OpenedModel,
+        kv: KVRange,
+        context: int,
+        *,
+        say: Say,
+        say_verbose: Say,
+        between_steps: Callable[[], None],
+    ) -> None:
+        """Takes what `open_engine` made; `between_steps` is called while the session is idle."""
+        self.model = model
+        self.context = context
+        self.position = 0
+        self.refusal = ""
+        self._session = session
+        self._opened = opened
+        self._kv = kv
+        self._say = say
+        self._say_verbose = say_verbose
+        self._between_steps = between_steps
+        self._ask_again_at = 0
+
+    def restart(self) -> None:
+        """Begins a new sequence in the same memory."""
+        self.position = 0
+
+    def prepare(self, prompt_tokens: int) -> None:
+        """Makes room for a prompt and, if there is any, for what follows it.
+
+        Errors: `Exhausted` or `Unavailable` if there is no room for the prompt.
+        """
+        wanted = min(self.context, prompt_tokens + CELLS_AHEAD)
+        if self._grow(wanted) or self._kv.cells >= prompt_tokens:
+            return
+        if not self._grow(prompt_tokens):
+            raise Exhausted(f"no room for the K/V of a prompt of {prompt_tokens} tokens: {self.refusal}")
+
+    def has_room(self) -> bool:
+        """Whether one more token fits; asks for more memory well before none does.
+
+        A refusal is in `refusal`; the sequence goes on with what it has.
+        """
+        left = self._kv.cells - self.position
+        if left < CELLS_LOW and self._kv.cells < self.context and (left <= 0 or self.position >= self._ask_again_at):
+            self._ask_again_at = self.position + _RETRY_CELLS
+            self._grow(min(self.context, self._kv.cells + max(self._kv.cells_per_slab, CELLS_LOW)))
+        return self.position < min(self._kv.cells, self.context)
+
+    def step(self, tokens: Sequence[int], *, prompt: bool, all_logits: bool = False) -> F32:
+        """Evaluates tokens at the end of the sequence.
+
+        Returns:
+            Logits float32 `[n_vocab]` of the last token, or `[n, n_vocab]` of all.
+
+        Errors: `LeaseRevoked` if the daemon has taken cells back.
+        """
+        self._between_steps()
+        n = len(tokens)
+        with self._opened.steps.step():
+            if self._kv.cells < self.position + n:
+                raise LeaseRevoked(f"the daemon took K/V back: {self._kv.cells} cells are left")
+            self._opened.memory.count(n, prompt=prompt)
+            logits = self.model.forward(
+                np.asarray(tokens, np.int32),
+                self.position,
+                self._opened.memory,
+                self._kv,
+                prompt=prompt,
+                all_logits=all_logits,
+            )
+        self.position += n
+        self._opened.steps.count(n, self.position)
+        return logits
+
+    def prefill(self, tokens: Sequence[int]) -> F32:
+        """Evaluates a prompt in chunks; logits float32 `[n_vocab]` of its last token."""
+        for at in range(0, len(tokens), CHUNK_TOKENS):
+            logits = self.step(tokens[at : at + CHUNK_TOKENS], prompt=True)
+        return logits
+
+    def _grow(self, cells: int) -> bool:
+        if self._kv.cells >= cells:
+            return True
+        try:
+            reply = self._session.grow(self._kv, cells)
+        except (Exhausted, Unavailable, LeaseRevoked) as error:
+            self.refusal = error.message
+            self._say_verbose(f"strata: K/V stays at {self._kv.cells} cells: {error.message}")
+            return False
+        self.refusal = ""
+        line = growth_line(self._kv.cells, self._kv.size_bytes, reply.trades)
+        if line:
+            self._say(line)
+        else:
+            size = size_text(self._kv.size_bytes)
+            self._say_verbose(
+                f"strata: K/V grown to {self._kv.cells} cells ({size}) from {reply.free_slabs} free slabs"
+            )
+        return True
+
+
+@contextmanager
+def open_engine(
+    model: Qwen3Moe,
+    model_file: ModelFile,
+    directories: Sequence[Path],
+    *,
+    context: int,
+    device: str | None,
+    say: Say,
+    say_verbose: Say,
+    between_steps: Callable[[], None],
+    on_session: Callable[[Session], None],
+    on_opened: Callable[[OpenedModel], None],
+    progress: Callable[[int, int], None],
+) -> Iterator[Engine]:
+    """Opens a model at the daemon in one of `directories`, or at a private one, and gives everything back at the end.
+
+    Args:
+        model: the model of `model_file`, whose descriptors are lent to the daemon.
+        directories: runtime directories to look in.
+        context: most cells of the sequence.
+        device: what a user calls the device; None for the first.
+        say: takes lines for the user; `say_verbose` those for the curious.
+        between_steps: called while no step runs.
+        on_session: called with the session as soon as there is one.
+        on_opened: called with the opened model.
+        progress: called with bytes filled and bytes to fill.
+
+    Errors: any `VmmError`.
+    """
+    raise_descriptor_limit()
+    params = model.params
+    cell = CellShape(params.n_layers, params.n_kv_heads, params.head_dim)
+    weights = model.weight_extents()
+    try:
+        session = Session.connect(directories)
+    except NoDaemon:
+        slots = [
+            pages.slot_layout(*model.expert_bytes(layer, expert))[3]
+            for layer in range(params.n_layers)
+            for expert in range(params.n_experts)
+        ]
+        other_bytes = sum(extent.length_bytes for extent in weights) + context * cell.size_bytes
+        session = Session.private(choose_slab_bytes(slots, other_bytes, cell.size_bytes))
+        say(f"strata: no daemon at {directories[0]}; started a private one")
+    try:
+        on_session(session)
+        chosen = choose_device(session.devices(), device)
+        begin = wire.Begin(
+            name=str(model_file.metadata.get("general.name") or Path(model_file.files[0].path).name),
+            device_uuids=[chosen.uuid],
+            n_layers=params.n_layers,
+            n_experts=params.n_experts,
+            top_k=params.top_k,
+        )
+        shape = Shape(params.n_layers, params.n_experts, weights, model.expert_bytes)
+        fds = [part.fd for part in model_file.files]
+        opened = session.open_model(begin, fds, model.stacks(), shape, progress)
+        on_opened(opened)
+        kv = session.create_kv(opened.model_id, chosen, cell, context)
+        say_verbose(
+            f"strata: device {chosen.uuid}, {size_text(chosen.slab_bytes)} a slab, arena "
+            f"{'shared' if opened.shared else 'filled'}: {size_text(opened.resident_bytes)} of experts on it"
+        )
+        try:
+            yield Engine(
+                model,
+                session,
+                opened,
+                kv,
+                context,
+                say=say,
+                say_verbose=say_verbose,
+                between_steps=between_steps,
+            )
+        finally:
+            if not session.is_private:  # a private daemon leaves with all of it
+                with suppress(VmmError):
+                    session.give_back(kv)
+    finally:
+        for trouble in session.troubles:
+            say_verbose(f"strata: {trouble}")
+        session.close()
+
+
+def growth_line(cells: int, size_bytes: int, trades: Sequence[wire.Trade]) -> str:
+    """The log line of a growth to which experts' slots were given; empty if none were."""
+    slots = sum(trade.slots for trade in trades)
+    if not slots:
+        return ""
+    moved = sum(trade.experts_moved for trade in trades)
+    occupied = sum(trade.slots_occupied for trade in trades)
+    total = sum(trade.slots_total for trade in trades)
+    return (
+        f"strata: K/V grown to {cells} cells ({size_text(size_bytes)}); the expert cache gave {slots} slots for it, "
+        f"{moved} hotter experts moved to colder ones' slots ({occupied} of {total} slots hold experts)"
+    )
+
+
+def size_text(size_bytes: int) -> str:
+    """A size in GiB, below 0.01 GiB in MiB."""
+    gib = size_bytes / (1 << 30)
+    return f"{gib:.2f} GiB" if gib >= 0.01 else f"{size_bytes / (1 << 20):.2f} MiB"

@@ -1,0 +1,381 @@
+"""`strata-client`: the command line.
+
+Only click is imported here at first; what a command needs comes when it runs, so
+that help and refusals are quick.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from strata_client.engine import Engine
+    from strata_client.models.gguf_file import ModelFile
+    from strata_client.output import Output, Signals
+    from strata_client.tokenizer import Tokenizer
+
+PROGRAM = "strata-client"
+DEFAULT_MODEL = str(Path(__file__).parent / "data" / "tiny-IQ3_S.gguf")
+_CONTEXT_MULTIPLE = 256
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class ClientError(Exception):
+    """The command cannot be carried out; the message is one line for a person."""
+
+
+def _with_options(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
+    def decorate(command: _Command) -> _Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_model_option = click.option(
+    "--model", default=DEFAULT_MODEL, show_default="the packaged story model", help="GGUF file, or any shard of one."
+)
+_run_options = _with_options(
+    _model_option,
+    click.option("--context", type=int, help="Most tokens of prompt and text together; at most the model's own."),
+    click.option("--special", is_flag=True, help="Read control tokens such as <|im_start|> in the text as tokens."),
+    click.option("--socket", "socket_path", help="Runtime directory of the daemon, or its vmmd.sock."),
+    click.option("--device", help="UUID, its beginning, or index in the daemon's list.  [default: the first]"),
+    click.option("--json", "as_json", is_flag=True, help="One JSON object a line: tokens, then statistics."),
+    click.option("--verbose", is_flag=True, help="Say on standard error where memory comes from."),
+)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What `generate` and `perplexity` share."""
+
+    model: str
+    context: int | None
+    special: bool
+    socket_path: str | None
+    device: str | None
+    as_json: bool
+    verbose: bool
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> "RunOptions":
+        """Takes its fields out of a command's options."""
+        return cls(**{name: options.pop(name) for name in cls.__dataclass_fields__})
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="strata-vmm", prog_name=PROGRAM)
+def cli() -> None:
+    """Runs a mixture-of-experts model on memory that vmmd leases.
+
+    Without a daemon a private one is started for as long as the command runs.
+    """
+
+
+@cli.command()
+@click.argument("prompt", required=False)
+@click.option("-f", "--file", "prompt_file", help="Read the prompt from this UTF-8 file.")
+@_run_options
+@click.option("--max-tokens", type=click.IntRange(min=0), default=256, show_default=True, help="Most tokens of text.")
+@click.option("--temperature", type=float, default=0.8, show_default=True, help="0 always takes the likeliest token.")
+@click.option("--top-k", type=int, default=40, show_default=True, help="Choose among the k likeliest; 0 is off.")
+@click.option("--top-p", type=float, default=0.95, show_default=True, help="Choose among those that reach p; 1 is off.")
+@click.option("--min-p", type=float, default=0.05, show_default=True, help="Least share of the likeliest; 0 is off.")
+@click.option("--repeat-penalty", type=float, default=1.0, show_default=True, help="Against seen tokens; 1 is off.")
+@click.option("--seed", type=int, help="Of the random choice.  [default: a fresh one]")
+@click.option("--stop", "stop_strings", multiple=True, help="End the text before this; may be given several times.")
+def generate(prompt: str | None, prompt_file: str | None, **options: Any) -> None:
+    """Continues PROMPT (or a file, or standard input)."""
+    run = RunOptions.taken_from(options)
+    from strata_client.output import Output
+    from strata_client.sampler import Sampler, SamplerOptions
+    from strata_client.text import StopStrings
+
+    try:
+        stops = StopStrings(options.pop("stop_strings"))
+        max_tokens = options.pop("max_tokens")
+        sampler = Sampler(SamplerOptions(**options))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    text = _prompt_text(prompt, prompt_file)
+    output = Output()
+    with _opened(run, text, room=max_tokens) as (engine, tokenizer, tokens, signals):
+        _generate(run, engine, tokenizer, tokens, signals, sampler, stops, max_tokens, output)
+
+
+def _generate(
+    run: RunOptions,
+    engine: "Engine",
+    tokenizer: "Tokenizer",
+    tokens: list[int],
+    signals: "Signals",
+    sampler: Any,
+    stops: Any,
+    max_tokens: int,
+    output: "Output",
+) -> None:
+    from strata_client.generate import generate as continue_prompt
+    from strata_client.output import Stopped, say, seconds_since_start
+
+    start_up_s = seconds_since_start()
+
+    def emit(token: int | None, piece: str) -> None:
+        if run.as_json:
+            output.object(token=token, text=piece)
+        else:
+            output.text(piece)
+
+    try:
+        done = continue_prompt(engine, tokenizer, tokens, sampler, stops, max_tokens, emit)
+    except Stopped:
+        output.end()
+        raise
+    if run.as_json:
+        output.object(
+            statistics={
+                "prompt_tokens": done.prompt_tokens,
+                "tokens": done.tokens,
+                "reason": done.reason,
+                "prompt_s": round(done.prompt_s, 4),
+                "decode_s": round(done.decode_s, 4),
+                "tokens_per_s": round(done.tokens_per_s, 2),
+                "start_up_s": round(start_up_s, 3),
+            }
+        )
+    else:
+        output.end()
+    if done.detail:
+        say(f"strata: the text ends here: {done.detail}")
+    say(
+        f"strata: {done.tokens} tokens in {done.decode_s:.2f} s ({done.tokens_per_s:.1f} tok/s); "
+        f"prompt of {done.prompt_tokens} tokens in {done.prompt_s:.2f} s; start-up {start_up_s:.2f} s"
+    )
+
+
+@cli.command()
+@click.argument("file")
+@_run_options
+@click.option("--save-logits", help="Write float32 [tokens, vocabulary] in numpy's format to this file.")
+def perplexity(file: str, save_logits: str | None, **options: Any) -> None:
+    """Measures how well the model predicts the UTF-8 text of FILE.
+
+    A text longer than the context is read in windows that share nothing.
+    """
+    run = RunOptions.taken_from(options)
+    from strata_client.output import Output, say, seconds_since_start
+    from strata_client.perplexity import perplexity as measure
+    from strata_client.perplexity import replacing
+
+    text = _prompt_text(None, file)
+    output = Output()
+    target = Path(save_logits) if save_logits is not None else None
+    with _opened(run, text, room=None) as (engine, _, tokens, _signals):
+        start_up_s = seconds_since_start()
+        try:
+            with replacing(target) as logits_file:
+                done = measure(engine, tokens, logits_file)
+        except OSError as error:
+            raise ClientError(f"cannot write {save_logits}: {(error.strerror or str(error)).lower()}") from error
+        if run.as_json:
+            nll, value = (done.mean_nll, done.perplexity) if done.predicted else (None, None)
+            output.object(statistics={"tokens": done.tokens, "mean_nll": nll, "perplexity": value})
+        elif done.predicted:
+            output.text(f"tokens {done.tokens}  mean NLL {done.mean_nll:.6f}  perplexity {done.perplexity:.4f}\n")
+        else:
+            output.text(f"tokens {done.tokens}  nothing to predict\n")
+        seconds = seconds_since_start() - start_up_s
+        say(f"strata: {done.tokens} tokens in {seconds:.2f} s; start-up {start_up_s:.2f} s")
+
+
+@cli.command()
+@click.argument("model", default=DEFAULT_MODEL)
+def inspect(model: str) -> None:
+    """Shows what a GGUF file holds."""
+    from strata_client.inspect_model import inspect_lines
+    from strata_client.models.gguf_file import open_model_file
+    from strata_client.output import Output
+
+    output = Output()
+    with open_model_file(model) as model_file:
+        for line in inspect_lines(model_file):
+            output.text(line + "\n")
+
+
+def _prompt_text(prompt: str | None, prompt_file: str | None) -> str:
+    """The prompt's characters. Errors: `UsageError` (two prompts), `ClientError` (not UTF-8, not readable)."""
+    from strata_client.text import read_prompt_file
+
+    if prompt is not None and prompt_file is not None:
+        raise click.UsageError("a prompt and -f were given: give one of them")
+    try:
+        if prompt_file is not None:
+            return read_prompt_file(prompt_file)
+        data = os.fsencode(prompt) if prompt is not None else sys.stdin.buffer.read() if sys.stdin else b""
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ClientError(f"the prompt is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from error
+    except ValueError as error:
+        raise ClientError(str(error)) from error
+    except OSError as error:
+        raise ClientError(f"cannot read {prompt_file or 'standard input'}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _opened(
+    run: RunOptions, text: str, room: int | None
+) -> Iterator[tuple["Engine", "Tokenizer", list[int], "Signals"]]:
+    """Everything that a command needs, checked in the order of what is cheapest to refuse.
+
+    Args:
+        run: the command's options.
+        text: the prompt, or the text to measure.
+        room: tokens that shall follow the prompt; None allows a text longer than the context.
+    """
+    from strata_client.output import Signals, say
+
+    signals = Signals()
+    signals.install()
+    from strata_client.models.gguf_file import open_model_file
+    from strata_client.models.qwen3moe import Qwen3Moe
+    from strata_client.tokenizer import Tokenizer
+
+    with ExitStack() as stack:
+        model_file: ModelFile = stack.enter_context(open_model_file(run.model))
+        model = Qwen3Moe(model_file)
+        tokenizer = Tokenizer(model_file.metadata)
+        tokens = tokenizer.encode(text, special=run.special)
+        if not tokens:
+            raise ClientError("the prompt is empty and the model has no BOS token to start from: give some text")
+        context = choose_context(run.context, model.params.context_length, len(tokens), room)
+
+        from strata_client.connection import runtime_directories
+        from strata_client.engine import open_engine
+        from strata_client.session import Session
+
+        def say_verbose(line: str) -> None:
+            if run.verbose:
+                say(line)
+
+        def on_session(session: Session) -> None:
+            signals.abandon = session.abandon
+
+        with _progress() as progress:
+            engine = stack.enter_context(
+                open_engine(
+                    model,
+                    model_file,
+                    runtime_directories(run.socket_path),
+                    context=context,
+                    device=run.device,
+                    say=say,
+                    say_verbose=say_verbose,
+                    between_steps=signals.between_steps,
+                    on_session=on_session,
+                    on_opened=lambda opened: setattr(signals, "is_idle", lambda: opened.steps.idle),
+                    progress=progress,
+                )
+            )
+        yield engine, tokenizer, tokens, signals
+
+
+def choose_context(asked: int | None, model_context: int, n_tokens: int, room: int | None) -> int:
+    """The context to run with.
+
+    Args:
+        asked: `--context`, or None for what prompt and text need, in multiples of 256.
+        model_context: the model's own.
+        n_tokens: tokens of the prompt.
+        room: tokens that shall follow it; None allows a text longer than the context.
+
+    Errors: `UsageError` (`--context` out of range), `ClientError` (a prompt that does not fit).
+    """
+    if asked is not None and not 1 <= asked <= model_context:
+        raise click.UsageError(f"--context is {asked}; it must be 1 to {model_context}, the model's own context")
+    if asked is None:
+        need = n_tokens + (room or 0)
+        asked = min(model_context, -(-need // _CONTEXT_MULTIPLE) * _CONTEXT_MULTIPLE)
+    if room is not None and n_tokens > asked:
+        raise ClientError(f"the prompt has {n_tokens} tokens and the context is {asked}: shorten it or raise --context")
+    return asked
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal's standard error while a model is filled; else nothing."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda filled_bytes, total_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (TextColumn("filling"), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("filling", total=None, visible=False)
+        yield lambda filled, total: bar.update(task, completed=filled, total=total, visible=filled < total)
+
+
+def main() -> NoReturn:
+    """Runs the command line; every error is one line on standard error."""
+    from strata_client.output import keep_standard_descriptors, say
+
+    keep_standard_descriptors()
+    code = _exit_code(say)
+    sys.exit(code)
+
+
+def _exit_code(say: Callable[[str], None]) -> int:
+    from strata_client.output import OutputError, Stopped
+
+    try:
+        cli.main(prog_name=PROGRAM, standalone_mode=False)
+    except Stopped as stopped:
+        return stopped.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        say(f"{PROGRAM}: {_one_line(error.format_message())}")
+        return error.exit_code
+    except BrokenPipeError:
+        return 141
+    except (ClientError, OutputError) as error:
+        say(f"{PROGRAM}: {_one_line(str(error))}")
+    except Exception as error:
+        if os.environ.get("STRATA_DEBUG"):
+            raise
+        say(f"{PROGRAM}: {_explain(error)}")
+    return 1
+
+
+def _explain(error: Exception) -> str:
+    """One line about any error; the name of its class for one that nobody foresaw."""
+    from strata_client.models.base import ModelError
+    from vmmd.errors import VmmError
+
+    text = _one_line(str(error))
+    if isinstance(error, ModelError | VmmError):
+        return text
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename else text
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    return f"internal error, please report it: {type(error).__name__}: {text}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    main()

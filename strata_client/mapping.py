@@ -1,0 +1,389 @@
+"""Leased memory in this process: ranges, shared pages, steps, and what a model reads through them.
+
+Everything here is for the thread that runs the model, and for the session's
+watch thread while no step runs: `Steps.lock` keeps the two apart. What the daemon
+takes back is therefore unmapped between steps only.
+"""
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from strata_api.v1 import broker_pb2, pages
+from strata_api.v1 import memory_pb2 as wire
+
+from strata_client.models.base import F32, I32, U8, ExpertBytes, WeightExtent
+from vmmd.driver.base import Mapper
+from vmmd.errors import InvalidRequest, StaleGeneration, VmmError
+
+U64 = npt.NDArray[np.uint64]
+
+CELLS_MULTIPLE = 16
+_MIB = 1 << 20
+_SLAB_MIB = (1, 2, 4, 8, 16, 32, 64)
+_WASTE_MAX = 0.125
+_SLABS_WANTED_MAX = 4096
+
+
+class MappedRange:
+    """A range's reservation in this process.
+
+    Attributes:
+        range_id: the daemon's number of it.
+        slab_bytes: size of its slabs.
+        mapped: indexes of the slabs that are mapped.
+        view: the whole range, uint8 `[slabs_max * slab_bytes]`. Touching what is
+            not in `mapped` ends the process.
+    """
+
+    def __init__(self, mapper: Mapper, range_: wire.Range, *, writable: bool) -> None:
+        self.range_id = range_.range_id
+        self.device_uuid = range_.device_uuid
+        self.slab_bytes = range_.slab_bytes
+        self.slabs_max = range_.slabs_max
+        self.mapped: set[int] = set()
+        self._writable = writable
+        self._reservation = mapper.reserve(self.slab_bytes, self.slabs_max) if self.slabs_max else None
+        self.view: U8 = self._reservation.view() if self._reservation else np.empty(0, np.uint8)
+
+    def map(self, indexes: Sequence[int], fds: Sequence[int]) -> None:
+        """Maps slabs, each run of consecutive indexes in one call; closes all `fds` in any case.
+
+        A slab that is mapped already is replaced: what the daemon sends now is what holds.
+        """
+        left = list(fds)
+        try:
+            for start, stop in consecutive_runs(indexes):
+                if self._reservation is None:
+                    raise InvalidRequest(f"a slab came for range {self.range_id}, which has no slabs")
+                self.unmap(indexes[start:stop])
+                run, left = left[: stop - start], left[stop - start :]
+                self._reservation.map(indexes[start], run, writable=self._writable)
+                self.mapped.update(indexes[start:stop])
+        finally:
+            for fd in left:
+                os.close(fd)
+
+    def unmap(self, indexes: Sequence[int]) -> None:
+        """Unmaps those of these slabs that are mapped."""
+        for index in indexes:
+            if index in self.mapped and self._reservation is not None:
+                self.mapped.remove(index)
+                self._reservation.unmap(index)
+
+    def close(self) -> None:
+        """Unmaps everything; views of the range must not be touched any more."""
+        self.mapped.clear()
+        if self._reservation is not None:
+            self._reservation.close()
+
+
+def consecutive_runs(indexes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Places `start, stop` in `indexes` between which each index follows the one before."""
+    start = 0
+    for at in range(1, len(indexes) + 1):
+        if at == len(indexes) or indexes[at] != indexes[at - 1] + 1:
+            yield start, at
+            start = at
+
+
+def map_page(fd: int, size_bytes: int, *, writable: bool) -> U64:
+    """A shared page as uint64 words; takes over `fd` and closes it.
+
+    Errors: `InvalidRequest` if the page is smaller than it must be.
+    """
+    try:
+        actual_bytes = os.fstat(fd).st_size
+        if actual_bytes < size_bytes:
+            raise InvalidRequest(f"the daemon's shared page has {actual_bytes} bytes where {size_bytes} are due")
+        prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        return np.frombuffer(mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, prot), np.uint64)
+    finally:
+        os.close(fd)
+
+
+class Steps:
+    """Publishes the steps of one attached model: see `strata_api.v1.pages`.
+
+    One step is in flight at a time, as the host computes synchronously.
+
+    Attributes:
+        lock: the session's, held while a step runs; what is mapped changes only under it.
+    """
+
+    def __init__(self, line: U64, table: U64, lock: threading.Lock, between: Callable[[], None]) -> None:
+        """Takes the model's line of the session page, uint64 `[32]`, and its residency table.
+
+        `between` is called with the lock held before each step: it carries out
+        changes that wait for a moment between steps.
+        """
+        self.lock = lock
+        self._line = line
+        self._table = table
+        self._between = between
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step: residency entries may be read within it, and only there."""
+        with self.lock:
+            self._between()
+            number = int(self._line[pages.WORD_LAUNCHED]) + 1
+            self._line[pages.WORD_RING + number % pages.RING_WORDS] = self._table[pages.WORD_GENERATION]
+            self._line[pages.WORD_LAUNCHED] = number
+            try:
+                yield
+            finally:
+                self._line[pages.WORD_RETIRED] = number
+
+    @property
+    def idle(self) -> bool:
+        """Whether no step runs."""
+        return bool(self._line[pages.WORD_LAUNCHED] == self._line[pages.WORD_RETIRED])
+
+    def count(self, tokens: int, cells: int) -> None:
+        """Shows `tokens` more evaluated tokens, and `cells` cells in use."""
+        self._line[pages.WORD_TOKENS] += np.uint64(tokens)
+        self._line[pages.WORD_CELLS] = cells
+
+
+class Shape(NamedTuple):
+    """What of a model's geometry the client needs to find bytes in ranges."""
+
+    n_layers: int
+    n_experts: int
+    weights: Sequence[WeightExtent]
+    expert_bytes: Callable[[int, int], tuple[int, int, int]]
+
+
+class _Found(NamedTuple):
+    slab: int
+    mapped: set[int]
+    value: ExpertBytes
+
+
+class ClientMemory:
+    """Weights and experts of an opened model; implements `strata_client.models.base.Memory`."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        weights: MappedRange,
+        arena: Sequence[MappedRange],
+        homes: MappedRange,
+        table: U64,
+        heat: U64,
+    ) -> None:
+        """Takes the mapped ranges, the residency table and the heat page.
+
+        Errors: `StaleGeneration` if the table is of another model or version.
+        """
+        n = shape.n_layers * shape.n_experts
+        header = tuple(int(table[word]) for word in (pages.WORD_MAGIC, pages.WORD_LAYERS, pages.WORD_EXPERTS))
+        if header != (pages.MAGIC, shape.n_layers, shape.n_experts):
+            raise StaleGeneration("the daemon's residency table is not this model's: restart the daemon")
+        self._shape = shape
+        self._arena = arena
+        self._homes = homes
+        self._entries = table[pages.HEADER_WORDS : pages.HEADER_WORDS + n]
+        self._home_entries = table[pages.HEADER_WORDS + n : pages.HEADER_WORDS + 2 * n]
+        self._found: list[_Found | None] = [None] * n
+        self._heat = heat
+        counts = heat[pages.HEADER_WORDS : pages.HEADER_WORDS + 2 * n]
+        self._counts = counts.reshape(2, shape.n_layers, shape.n_experts)
+        self._weights = {
+            extent.name: weights.view[offset : offset + extent.length_bytes]
+            for extent, offset in zip(shape.weights, weight_offsets(shape.weights), strict=True)
+        }
+
+    def weight(self, name: str) -> U8:
+        """Raw bytes of a tensor of the weights range, uint8 `[bytes]`."""
+        return self._weights[name]
+
+    def expert(self, layer: int, expert: int) -> ExpertBytes:
+        """Raw bytes of an expert, from its home while its slot is not mapped here.
+
+        Errors: `VmmError` if it has no place at all.
+        """
+        at = layer * self._shape.n_experts + expert
+        word = int(self._entries[at])
+        found = self._found[at]
+        if found is not None and found.value.entry == word and found.slab in found.mapped:
+            return found.value
+        found = self._find(word, layer, expert) or self._find(int(self._home_entries[at]), layer, expert)
+        if found is None:
+            raise VmmError(f"expert {expert} of layer {layer} is in no slab that this process has mapped")
+        self._found[at] = found
+        return found.value
+
+    def routed(self, layer: int, experts: I32, *, prompt: bool) -> None:
+        """Counts heat: `experts` int32 `[n_tokens, top_k]` that a layer routed to."""
+        counts = np.bincount(experts.ravel(), minlength=self._shape.n_experts)
+        self._counts[int(prompt), layer] += counts.astype(np.uint64)
+
+    def count(self, tokens: int, *, prompt: bool) -> None:
+        """Counts `tokens` that are about to be routed: the daemon relates heat to them."""
+        self._heat[pages.WORD_PROMPT if prompt else pages.WORD_DECODED] += np.uint64(tokens)
+
+    def _find(self, word: int, layer: int, expert: int) -> _Found | None:
+        entry = pages.unpack(word)
+        if entry.tier == pages.TIER_HOST:
+            range_ = self._homes
+        elif entry.tier == pages.TIER_DEVICE and entry.device < len(self._arena):
+            range_ = self._arena[entry.device]
+        else:
+            return None
+        if entry.slab not in range_.mapped:
+            return None
+        sizes = self._shape.expert_bytes(layer, expert)
+        gate, up, down, slot_bytes = pages.slot_layout(*sizes)
+        base = entry.slab * range_.slab_bytes + entry.slot * slot_bytes
+        matrices = (
+            range_.view[base + offset : base + offset + size]
+            for offset, size in zip((gate, up, down), sizes, strict=True)
+        )
+        return _Found(entry.slab, range_.mapped, ExpertBytes(word, *matrices))
+
+
+class CellShape(NamedTuple):
+    """What a K/V cell consists of."""
+
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+
+    @property
+    def size_bytes(self) -> int:
+        """K and V of all layers, float32."""
+        return self.n_layers * 2 * self.n_kv_heads * self.head_dim * 4
+
+
+class KVRange:
+    """A sequence's cells; implements `strata_client.models.base.KVCache`.
+
+    A slab holds `cells_per_slab` cells as float32
+    `[layer][K or V][cell][kv_head][head_dim]`.
+    """
+
+    def __init__(self, range_: MappedRange, cell: CellShape) -> None:
+        """Errors: `InvalidRequest` if 16 cells do not fit a slab."""
+        self.range = range_
+        self.cells_per_slab = cells_per_slab(range_.slab_bytes, cell.size_bytes)
+        self._used_bytes = self.cells_per_slab * cell.size_bytes
+        self._shape = (cell.n_layers, 2, self.cells_per_slab, cell.n_kv_heads, cell.head_dim)
+        self._slabs: list[F32] = []
+
+    @property
+    def cells(self) -> int:
+        """Cells there is memory for, from the first on without a gap."""
+        n = 0
+        while n in self.range.mapped:
+            n += 1
+        return n * self.cells_per_slab
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the range has."""
+        return len(self.range.mapped) * self.range.slab_bytes
+
+    def segments(self, layer: int, n_cells: int) -> Sequence[tuple[F32, F32]]:
+        """K and V of cells `0 .. n_cells`, in order, one pair of views a slab."""
+        n_slabs = -(-n_cells // self.cells_per_slab)
+        while len(self._slabs) < n_slabs:
+            base = len(self._slabs) * self.range.slab_bytes
+            self._slabs.append(self.range.view[base : base + self._used_bytes].view(np.float32).reshape(self._shape))
+        last = n_cells - (n_slabs - 1) * self.cells_per_slab
+        pairs = []
+        for i, slab in enumerate(self._slabs[:n_slabs]):
+            cells = last if i == n_slabs - 1 else self.cells_per_slab
+            pairs.append((slab[layer, 0, :cells], slab[layer, 1, :cells]))
+        return pairs
+
+
+class Batch:
+    """What comes with a batch of an opened model, sorted while it is fetched."""
+
+    def __init__(self, ranges: Sequence[MappedRange], n_experts: int) -> None:
+        """`n_experts` over all layers gives the pages' sizes."""
+        self._ranges = {range_.range_id: range_ for range_ in ranges}
+        self._n = n_experts
+        self.table: U64 | None = None
+        self.heat: U64 | None = None
+
+    def take(self, entries: Sequence[broker_pb2.BatchEntry], fds: Sequence[int]) -> None:
+        """Maps a piece of the batch; closes every descriptor of it."""
+        slabs: dict[int, tuple[list[int], list[int]]] = {}
+        left = list(fds)
+        try:
+            for entry, fd in zip(entries, fds, strict=True):
+                if entry.kind == broker_pb2.BatchEntry.KIND_SLAB and entry.id in self._ranges:
+                    indexes, slab_fds = slabs.setdefault(entry.id, ([], []))
+                    indexes.append(entry.slab_index)
+                    slab_fds.append(fd)
+                elif entry.kind == broker_pb2.BatchEntry.KIND_RESIDENCY and self._n:
+                    left.remove(fd)
+                    self.table = map_page(fd, pages.residency_bytes(self._n), writable=False)
+                elif entry.kind == broker_pb2.BatchEntry.KIND_HEAT and self._n:
+                    left.remove(fd)
+                    self.heat = map_page(fd, pages.heat_bytes(self._n), writable=True)
+            for range_id, (indexes, slab_fds) in slabs.items():
+                left = [fd for fd in left if fd not in slab_fds]
+                self._ranges[range_id].map(indexes, slab_fds)
+        finally:
+            for fd in left:
+                os.close(fd)
+
+
+def weight_offsets(extents: Sequence[WeightExtent]) -> list[int]:
+    """Where each extent begins in the weights range: in order, 256-byte aligned."""
+    offsets, at = [], 0
+    for extent in extents:
+        offsets.append(at)
+        at = pages.align(at + extent.length_bytes)
+    return offsets
+
+
+def cells_per_slab(slab_bytes: int, cell_bytes: int) -> int:
+    """The largest multiple of 16 cells that fits a slab.
+
+    Errors: `InvalidRequest`, with the `slab_bytes` that would do, if that is 0.
+    """
+    cells = slab_bytes // cell_bytes // CELLS_MULTIPLE * CELLS_MULTIPLE
+    if cells == 0:
+        need = CELLS_MULTIPLE * cell_bytes
+        raise InvalidRequest(
+            f"{CELLS_MULTIPLE} K/V cells of {cell_bytes} bytes do not fit slab_bytes = {slab_bytes}; "
+            f"start vmmd with slab_bytes = {_power_of_two(need)} or more"
+        )
+    return cells
+
+
+def choose_slab_bytes(slot_sizes: Sequence[int], other_bytes: int, cell_bytes: int) -> int:
+    """Slab size for a private daemon: small, with little waste, and not too many slabs.
+
+    The smallest of 1 to 64 MiB that fits the largest expert with at most 12.5 % of
+    waste (else the least), fits 16 cells, and needs at most about 4096 slabs.
+
+    Args:
+        slot_sizes: bytes of every expert's slot.
+        other_bytes: weights and K/V at their largest.
+        cell_bytes: one K/V cell of all layers.
+    """
+    largest = max(slot_sizes, default=0)
+    least = max(largest, CELLS_MULTIPLE * cell_bytes)
+    sizes = [mib * _MIB for mib in _SLAB_MIB if mib * _MIB >= least] or [_power_of_two(least)]
+    total = 2 * sum(slot_sizes) + other_bytes  # an expert may lie at home and on the device
+    few = [size for size in sizes if total <= _SLABS_WANTED_MAX * size] or sizes[-1:]
+
+    def waste(size: int) -> float:
+        return size % largest / size if largest else 0.0
+
+    return next((size for size in few if waste(size) <= _WASTE_MAX), min(few, key=waste))
+
+
+def _power_of_two(at_least: int) -> int:
+    return 1 << (at_least - 1).bit_length()

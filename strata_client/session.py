@@ -1,0 +1,367 @@
+"""A session: one process's leases with one daemon.
+
+A thread serves the daemon's Watch stream at all times, also while this process
+waits for its own growth. The daemon's going is remembered: what is mapped stays
+usable, only growing fails from then on.
+"""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from strata_api.v1 import memory_pb2 as wire
+from strata_api.v1 import pages
+
+from strata_client import connection
+from strata_client.mapping import (
+    Batch,
+    CellShape,
+    ClientMemory,
+    KVRange,
+    MappedRange,
+    Shape,
+    Steps,
+    cells_per_slab,
+    map_page,
+)
+from strata_client.models.base import ExpertStack
+from strata_client.private_daemon import PrivateDaemon
+from vmmd.driver import membarrier
+from vmmd.driver.base import Mapper
+from vmmd.driver.host_memfd import HostMapper
+from vmmd.errors import NoDevice, Unavailable, VmmError
+
+if TYPE_CHECKING:
+    import grpc
+
+PART_ENTRIES_MAX = 1000
+"""Entries of the geometry in one message: a fraction of gRPC's 4 MB."""
+
+_GIVE_BACK_TIMEOUT_S = 2
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model as this session holds it.
+
+    Attributes:
+        shared: it was resident already.
+        resident_bytes: size of the arena's slabs that this process has mapped.
+    """
+
+    model_id: int
+    memory: ClientMemory
+    steps: Steps
+    shared: bool
+    resident_bytes: int
+
+
+class Session:
+    """Leases of one daemon; for one thread, beside the watch thread of its own.
+
+    Attributes:
+        directory: the daemon's runtime directory.
+        is_private: the daemon was started by this session and ends with it.
+        troubles: what went wrong in the background without hurting, a line each.
+    """
+
+    def __init__(self, directory: Path, broker: connection.Broker, private: PrivateDaemon | None = None) -> None:
+        """Takes over the broker connection, and the daemon if it is a private one."""
+        self.directory = directory
+        self.is_private = private is not None
+        self.troubles: list[str] = []
+        self._broker = broker
+        self._private = private
+        self._lock = threading.Lock()
+        self._changes: deque[wire.WatchEvent] = deque()
+        self._early: list[wire.WatchEvent] = []
+        self._ranges: dict[int, MappedRange] = {}
+        self._models: list[int] = []
+        self._gone = ""
+        self._metadata = ((connection.TOKEN_KEY, broker.token),)
+        self._outgoing: queue.SimpleQueue[wire.WatchRequest | None] = queue.SimpleQueue()
+        page_fd, broker.page_fd = broker.page_fd, -1
+        self._page = map_page(page_fd, pages.SESSION_PAGE_BYTES, writable=True)
+        self._channel: grpc.Channel = connection.open_channel(directory)
+        from strata_api.v1.memory_pb2_grpc import MemoryStub
+
+        self._stub: Any = MemoryStub(self._channel)  # type: ignore[no-untyped-call]
+        self._events = self._stub.Watch(iter(self._outgoing.get, None), metadata=self._metadata)
+        self._watcher = threading.Thread(target=self._watch, name="strata-watch", daemon=True)
+        self._watcher.start()
+
+    @classmethod
+    def connect(cls, directories: Sequence[Path]) -> "Session":
+        """A session with the daemon in the first of these runtime directories where one answers.
+
+        Errors: `strata_client.connection.NoDaemon`, `PermissionDenied`, `Draining`, `Unavailable`.
+        """
+        directory, sock = connection.dial(directories)
+        return cls(directory, connection.Broker(sock))
+
+    @classmethod
+    def private(cls, slab_bytes: int) -> "Session":
+        """A session with a daemon of its own. Errors: `Unavailable`, with the daemon's last words."""
+        daemon = PrivateDaemon(slab_bytes)
+        try:
+            import grpc  # noqa: F401  while the daemon starts
+
+            daemon.wait_ready()
+            directory, sock = connection.dial([daemon.directory])
+            return cls(directory, connection.Broker(sock), daemon)
+        except BaseException:
+            daemon.close()
+            raise
+
+    @property
+    def gone(self) -> str:
+        """Why nothing more can be had of the daemon; empty while it serves."""
+        return self._gone
+
+    def devices(self) -> Sequence[wire.Device]:
+        """The daemon's devices, computing ones first."""
+        reply = self._call("ListDevices", wire.ListDevicesRequest())
+        return list(reply.devices)
+
+    def open_model(
+        self,
+        begin: wire.Begin,
+        fds: Sequence[int],
+        stacks: Sequence[ExpertStack],
+        shape: Shape,
+        progress: Callable[[int, int], None] = lambda filled_bytes, total_bytes: None,
+    ) -> OpenedModel:
+        """Opens a model: blocks until every expert has a place, and maps all of it.
+
+        Args:
+            begin: the model's head; `files_id` is filled in here.
+            fds: descriptors of its files, which stay the caller's.
+            stacks: where its experts lie.
+            shape: its weights and sizes.
+            progress: called with bytes filled and bytes to fill.
+
+        Errors: any `VmmError`.
+        """
+        begin.files_id = 1 + len(self._models)
+        self._broker.send_files(begin.files_id, fds)
+        opened = self._open_stream(_geometry(begin, stacks, shape), progress)
+        self._broker.check_epoch(opened.epoch)
+        self._models.append(opened.model_id)
+        weights, homes, *arena = (
+            MappedRange(mapper_of(range_.device_uuid), range_, writable=False)
+            for range_ in (opened.weights, opened.homes, *opened.arena)
+        )
+        n_experts = shape.n_layers * shape.n_experts
+        batch = Batch([weights, homes, *arena], n_experts)
+        with self._lock:
+            self._broker.fetch(opened.batch_id, lambda grant: batch.take(grant.entries, grant.fds))
+            for range_ in (weights, homes, *arena):
+                self._register(range_)
+        if batch.table is None or batch.heat is None:
+            raise VmmError("the daemon granted the model without its residency table or heat page")
+        membarrier.register()
+        line = self._page[opened.attachment * pages.LINE_WORDS :][: pages.LINE_WORDS]
+        steps = Steps(line, batch.table, self._lock, self._apply_changes)
+        memory = ClientMemory(shape, weights, arena, homes, batch.table, batch.heat)
+        resident_bytes = sum(len(range_.mapped) * range_.slab_bytes for range_ in arena)
+        return OpenedModel(opened.model_id, memory, steps, opened.shared, resident_bytes)
+
+    def create_kv(self, model_id: int, device: wire.Device, cell: CellShape, cells_max: int) -> KVRange:
+        """A K/V range for up to `cells_max` cells, without memory as yet.
+
+        Errors: `InvalidRequest` if 16 cells do not fit a slab; any other `VmmError`.
+        """
+        cells = cells_per_slab(device.slab_bytes, cell.size_bytes)
+        request = wire.CreateRangeRequest(
+            device_uuid=device.uuid, model_id=model_id, cells_per_slab=cells, cells_max=cells_max
+        )
+        reply = self._call("CreateRange", request)
+        range_ = MappedRange(mapper_of(reply.range.device_uuid), reply.range, writable=True)
+        with self._lock:
+            self._register(range_)
+        return KVRange(range_, cell)
+
+    def grow(self, kv: KVRange, cells: int) -> wire.GrowRangesReply:
+        """Grows a range to at least `cells` cells and maps what came. Between steps only.
+
+        Errors: `Exhausted` (who holds what is in it), `Unavailable` (the daemon is gone).
+        """
+        if self._gone:
+            raise Unavailable(f"{self._gone}, so K/V stays at {kv.cells} cells")
+        growth = wire.Growth(range_id=kv.range.range_id, cells=cells)
+        reply: wire.GrowRangesReply = self._call("GrowRanges", wire.GrowRangesRequest(growths=[growth]))
+        if reply.batch_id:
+            batch = Batch([kv.range], 0)
+            with self._lock:
+                self._broker.fetch(reply.batch_id, lambda grant: batch.take(grant.entries, grant.fds))
+        if kv.cells < cells:
+            raise VmmError(f"the daemon granted {cells} cells and sent memory for {kv.cells}")
+        return reply
+
+    def give_back(self, kv: KVRange) -> None:
+        """Unmaps a range's slabs and gives them all back."""
+        with self._lock:
+            kv.range.unmap(sorted(kv.range.mapped))
+        if not self._gone:
+            request = wire.ShrinkRangeRequest(range_id=kv.range.range_id, cells=0)
+            self._call("ShrinkRange", request, timeout=_GIVE_BACK_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Gives everything back, unmaps it and ends the session; the private daemon leaves."""
+        if not self._gone and not self.is_private:
+            for model_id in self._models:
+                with suppress(VmmError):
+                    self._call("CloseModel", wire.CloseModelRequest(model_id=model_id), timeout=_GIVE_BACK_TIMEOUT_S)
+        self._gone = self._gone or "the session is closed"
+        self._outgoing.put(None)
+        self._events.cancel()
+        self._channel.close()
+        self._broker.close()
+        self._watcher.join(_GIVE_BACK_TIMEOUT_S)
+        for range_ in self._ranges.values():
+            range_.close()
+        self._ranges.clear()
+        if self._private is not None:
+            self._private.close()
+
+    def abandon(self) -> None:
+        """Leaves nothing behind on a sudden exit: closes nothing but removes the private directory."""
+        if self._private is not None:
+            self._private.remove_directory()
+
+    def _call(self, method: str, request: Any, timeout: float | None = None) -> Any:
+        with connection.rebuilt_errors():
+            reply = getattr(self._stub, method)(request, metadata=self._metadata, timeout=timeout)
+        self._broker.check_epoch(reply.epoch)
+        return reply
+
+    def _open_stream(self, parts: Iterator[wire.OpenModelRequest], progress: Callable[[int, int], None]) -> wire.Opened:
+        with connection.rebuilt_errors():
+            call = self._stub.OpenModel(parts, metadata=self._metadata)
+            try:
+                for event in call:
+                    if event.WhichOneof("event") == "opened":
+                        opened: wire.Opened = event.opened
+                        return opened
+                    progress(event.progress.filled_bytes, event.progress.total_bytes)
+            finally:
+                call.cancel()
+        raise Unavailable("the daemon ended the opening of the model without a word")
+
+    def _register(self, range_: MappedRange) -> None:
+        """Knows a range from here on; changes that came before it are carried out. Lock held."""
+        self._ranges[range_.range_id] = range_
+        early, self._early = self._early, []
+        self._changes.extend(early)
+        self._apply_changes()
+
+    def _watch(self) -> None:
+        import grpc
+
+        try:
+            for event in self._events:
+                self._on_event(event)
+        except grpc.RpcError:
+            pass
+        finally:
+            self._gone = self._gone or f"the daemon at {self.directory} has gone"
+
+    def _on_event(self, event: wire.WatchEvent) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "notice":
+            if event.notice.code == wire.Notice.CODE_STOPPING:
+                self._gone = f"the daemon at {self.directory} is stopping"
+            elif event.notice.message:
+                self.troubles.append(event.notice.message)
+            return
+        if kind is None:
+            return
+        self._changes.append(event)
+        with self._lock:  # between two steps; if one begins first, it carries the change out
+            self._apply_changes()
+
+    def _apply_changes(self) -> None:
+        """Maps and unmaps what the daemon has changed, in its order. Lock held."""
+        while self._changes:
+            event = self._changes.popleft()
+            try:
+                self._apply(event)
+            except (VmmError, OSError) as error:
+                # What is not mapped is read from its home.
+                self.troubles.append(f"a change of mapped memory failed: {error}")
+
+    def _apply(self, event: wire.WatchEvent) -> None:
+        if event.WhichOneof("event") == "slabs_removed":
+            removed = event.slabs_removed
+            if removed.range_id in self._ranges:
+                self._ranges[removed.range_id].unmap(removed.slab_indexes)
+            if removed.revocation_id:
+                self._outgoing.put(wire.WatchRequest(released_revocation_id=removed.revocation_id))
+        elif event.slabs_added.range_id in self._ranges:
+            batch = Batch([self._ranges[event.slabs_added.range_id]], 0)
+            self._broker.fetch(event.slabs_added.batch_id, lambda grant: batch.take(grant.entries, grant.fds))
+        else:
+            self._early.append(event)
+
+
+def mapper_of(device_uuid: str) -> Mapper:
+    """What maps slabs of a device. Errors: `NoDevice` where this client cannot."""
+    if device_uuid.startswith(("GPU-", "MIG-")):
+        raise NoDevice(f"device {device_uuid} is a GPU, and this client computes on the host only: choose another")
+    return HostMapper()
+
+
+def choose_device(devices: Sequence[wire.Device], wanted: str | None) -> wire.Device:
+    """The device that a user means.
+
+    Args:
+        devices: the daemon's list.
+        wanted: a UUID, the beginning of exactly one, or an index of the list; None
+            takes the first that computes.
+
+    Errors: `NoDevice`, naming what was wanted and what there is.
+    """
+    if not devices:
+        raise NoDevice("the daemon has no device")
+    if wanted is None:
+        return next((device for device in devices if not device.is_host), devices[0])
+    exact = [device for device in devices if device.uuid == wanted]
+    found = exact or [device for device in devices if wanted and device.uuid.startswith(wanted)]
+    if not found and wanted.isascii() and wanted.isdigit() and int(wanted) < len(devices):
+        found = [devices[int(wanted)]]
+    if len(found) == 1:
+        return found[0]
+    there = ", ".join(f"{index}: {device.uuid}" for index, device in enumerate(devices))
+    problem = "is not a device of the daemon" if not found else "is the beginning of several devices"
+    raise NoDevice(f"--device {wanted} {problem}; there are {there}")
+
+
+def _geometry(begin: wire.Begin, stacks: Sequence[ExpertStack], shape: Shape) -> Iterator[wire.OpenModelRequest]:
+    """The parts of OpenModel's request, none with more than 1000 entries."""
+    yield wire.OpenModelRequest(begin=begin)
+    for at in range(0, len(stacks), PART_ENTRIES_MAX):
+        part = [
+            wire.Stack(
+                layer=stack.layer,
+                matrix=wire.Matrix.Name(stack.matrix),
+                first_expert=stack.first_expert,
+                count=stack.count,
+                file=stack.file,
+                offset_bytes=stack.offset_bytes,
+                stride_bytes=stack.stride_bytes,
+                expert_bytes=stack.expert_bytes,
+            )
+            for stack in stacks[at : at + PART_ENTRIES_MAX]
+        ]
+        yield wire.OpenModelRequest(stacks=wire.Stacks(stacks=part))
+    for at in range(0, len(shape.weights), PART_ENTRIES_MAX):
+        extents = [
+            wire.Extent(file=extent.file, offset_bytes=extent.offset_bytes, length_bytes=extent.length_bytes)
+            for extent in shape.weights[at : at + PART_ENTRIES_MAX]
+        ]
+        yield wire.OpenModelRequest(weights=wire.Extents(extents=extents))

@@ -1,0 +1,54 @@
+"""What vmmctl prints of a snapshot."""
+
+import json
+
+import pytest
+from strata_api.v1 import admin_pb2
+
+from vmmd.ctl.printers import duration, print_status, size
+from vmmd.ctl.status import as_dict
+
+
+def _parts() -> list[admin_pb2.StatusPart]:
+    daemon = admin_pb2.DaemonStatus(epoch=1 << 60, pid=7, version="0.1.0", driver="host", uptime_s=61)
+    device = admin_pb2.DeviceStatus(uuid="HOST-SIM-0", name="host", total_bytes=1 << 30, kv_bytes=3 << 20, state="ok")
+    model = admin_pb2.ModelStatus(name="evil\x1b[31m[bold]x", experts=96, resident=72, stuck_pids=[9])
+    sessions = [admin_pb2.SessionStatus(pid=i, user="u", executable="/bin/x", state="idle") for i in (11, 12)]
+    return [
+        admin_pb2.StatusPart(daemon=daemon, devices=[device], models=[model], sessions=sessions[:1]),
+        admin_pb2.StatusPart(sessions=sessions[1:]),
+    ]
+
+
+def test_snapshot_joins_parts_and_keeps_numbers() -> None:
+    """JSON holds every field of the wire, 64-bit numbers as numbers, and the sessions of all parts."""
+    snapshot = json.loads(json.dumps(as_dict(_parts())))
+    assert snapshot["daemon"]["epoch"] == 1 << 60
+    assert snapshot["devices"][0]["kv_bytes"] == 3 << 20
+    assert [s["pid"] for s in snapshot["sessions"]] == [11, 12]
+    for kind, message in (("devices", admin_pb2.DeviceStatus), ("models", admin_pb2.ModelStatus)):
+        assert set(snapshot[kind][0]) == set(message.DESCRIPTOR.fields_by_name)
+
+
+def test_table_escapes_names_and_has_no_colour_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names cannot drive the terminal, and markup in them is text."""
+    print_status(as_dict(_parts()))
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert r"evil\x1b[31m[bold]x" in out
+    assert "72 of 96" in out
+    assert "reader 9 is behind" in out
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"), [(0, "-"), (17, "17 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB"), (700 << 20, "700 MiB")]
+)
+def test_size(n_bytes: int, text: str) -> None:
+    """Sizes take the largest fitting unit; nothing is a dash."""
+    assert size(n_bytes) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(42, "42s"), (187, "3m07s"), (18720, "5h12m"), (183600, "2d03h")])
+def test_duration(seconds: float, text: str) -> None:
+    """Durations have two units at most."""
+    assert duration(seconds) == text

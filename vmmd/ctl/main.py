@@ -1,0 +1,63 @@
+"""`vmmctl`: looks at a daemon and drains it.
+
+It keeps no model of its own: everything shown is one snapshot of the daemon's.
+"""
+
+import sys
+from typing import NoReturn
+
+import click
+
+from vmmd.ctl.drain import drain
+from vmmd.ctl.status import status
+from vmmd.errors import VmmError
+
+PROGRAM = "vmmctl"
+EXIT_NO_DAEMON = 3
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="strata-vmm", prog_name=PROGRAM)
+def cli() -> None:
+    """Looks at vmmd, which owns this host's GPU memory, and drains it."""
+
+
+cli.add_command(status)
+cli.add_command(drain)
+
+
+def main() -> NoReturn:
+    """Runs the command line; every error is one line. Exit 3: there is no daemon."""
+    sys.exit(_exit_code())
+
+
+def _exit_code() -> int:
+    try:
+        cli.main(prog_name=PROGRAM, standalone_mode=False)
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        _complain(error.format_message())
+        return error.exit_code
+    except BrokenPipeError:
+        # Nobody is left to flush to.
+        sys.stdout = None  # type: ignore[assignment]
+        return 141
+    except VmmError as error:
+        _complain(error.message)
+        return EXIT_NO_DAEMON if error.reason == "no_daemon" else 1
+    except OSError as error:
+        _complain(error.strerror or str(error))
+        return 1
+    return 0
+
+
+def _complain(message: str) -> None:
+    click.echo(f"{PROGRAM}: {' '.join(message.split())}", err=True)
+
+
+if __name__ == "__main__":
+    main()
