@@ -44,7 +44,7 @@ def _exit_code() -> int:
         return error.exit_code
     except BrokenPipeError:
         # Nobody is left to flush to.
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         return 141
     except VmmError as error:
         _complain(error.message)

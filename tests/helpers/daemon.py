@@ -1,0 +1,116 @@
+"""A real daemon on a temporary runtime directory, and the commands that talk to it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from strata_client.connection import NoDaemon, dial
+
+READY_TIMEOUT_S = 20
+
+
+class Daemon:
+    """A running `vmmd`; its directory is short, because socket paths must be."""
+
+    def __init__(self, config: str = "") -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="st-", dir="/tmp"))
+        self.log = self.directory / "log"
+        (self.directory / "vmmd.toml").write_text('driver = "host"\n' + config)
+        argv = [sys.executable, "-m", "vmmd.main", "--runtime-dir", os.fspath(self.directory)]
+        argv += ["--config", os.fspath(self.directory / "vmmd.toml")]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            wait_until(self._is_ready, READY_TIMEOUT_S, lambda: f"vmmd is not ready: {self.log.read_text()}")
+        except BaseException:
+            self.stop()
+            raise
+
+    def status(self) -> dict[str, Any]:
+        """The snapshot that `vmmctl status --output json` prints."""
+        done = vmmctl("status", "--output", "json", "--socket", os.fspath(self.directory))
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    def generate(self, *args: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
+        """Runs `strata-client generate` against this daemon to its end."""
+        return client("generate", *args, "--socket", os.fspath(self.directory), **options)
+
+    def start_generate(self, *args: str) -> subprocess.Popen[bytes]:
+        """Starts `strata-client generate` against this daemon; returns once it has written text."""
+        argv = [sys.executable, "-m", "strata_client.main", "generate", *args, "--socket", os.fspath(self.directory)]
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        assert first, process.communicate()[1]
+        return process
+
+    def kill(self) -> None:
+        """Ends the daemon as a crash would."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """Ends the daemon, whatever state it is in, and removes its directory."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _is_ready(self) -> bool:
+        assert self.process.poll() is None, f"vmmd ended: {self.log.read_text()}"
+        try:
+            _, sock = dial([self.directory])
+        except NoDaemon:
+            return False
+        sock.close()
+        return (self.directory / "vmmd.sock").exists()
+
+
+@contextmanager
+def running_daemon(config: str = "") -> Iterator[Daemon]:
+    """A daemon with this configuration, host driver, ended at the end."""
+    daemon = Daemon(config)
+    try:
+        yield daemon
+    finally:
+        daemon.stop()
+
+
+def client(*args: str, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    """Runs `strata-client` to its end."""
+    return _run("strata_client.main", args, timeout, options)
+
+
+def vmmctl(*args: str, timeout: float = 30, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    """Runs `vmmctl` to its end."""
+    return _run("vmmd.ctl.main", args, timeout, options)
+
+
+def _run(
+    module: str, args: Sequence[str], timeout: float, options: dict[str, Any]
+) -> subprocess.CompletedProcess[bytes]:
+    argv = [sys.executable, "-m", module, *args]
+    options.setdefault("stdin", subprocess.DEVNULL)
+    options.setdefault("stdout", subprocess.PIPE)
+    return subprocess.run(argv, stderr=subprocess.PIPE, timeout=timeout, check=False, **options)
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float, otherwise: Callable[[], str] = lambda: "timed out") -> None:
+    """Waits until `true()` holds; fails with `otherwise()` after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, otherwise()
+        time.sleep(0.02)
