@@ -49,6 +49,7 @@ class ArenaTrade:
     part: int
     indexes: list[int]  # of its range
     slab_ids: list[int]
+    slots: int  # of these slabs
     moves: list[Move]
     evicted: list[int]  # experts of the victims that are read from their homes afterwards
     crosses: bool  # to another domain: the slabs are destroyed
@@ -73,10 +74,10 @@ class DevicePlan:
 
 @dataclass
 class Plan:
-    """How a request is met."""
+    """How a request is met: by `devices`, or by dropping idle models and planning again."""
 
     devices: list[DevicePlan]
-    drop: list[int]  # idle models, dropped whole before anything else; then plan again
+    drop: list[int]
 
 
 class Holder(NamedTuple):
@@ -105,27 +106,26 @@ def plan(
         by_device[key] = by_device.get(key, 0) + request.slabs
     usable = [m for m in models if m.movable and m.arena.model_id not in keep_models]
     plans: list[DevicePlan] = []
-    short: list[tuple[str, str, int]] = []
+    short: list[tuple[DevicePlan, int]] = []
     for (device, domain), count in by_device.items():
         made = _plan_device(ledger, usable, device, domain, count)
         plans.append(made)
         missing = count - made.slabs
         if missing > 0:
-            short.append((device, domain, missing))
+            short.append((made, missing))
     if not short:
         return Plan(plans, [])
-    drop = _idle_to_drop(ledger, usable, {device for device, _, _ in short})
-    if drop is not None:
-        return Plan([], [drop])
-    for made in plans:
-        wanted = by_device[made.device, made.domain]
-        if made.slabs < wanted:
-            _take_from_other_domains(ledger, usable, made, wanted - made.slabs)
-    for made in plans:
-        wanted = by_device[made.device, made.domain]
-        if made.slabs < wanted:
-            raise refusal(ledger, models, made.device, made.domain, wanted)
-    return Plan(plans, [])
+    drop = None
+    for made, missing in short:
+        idle = _idle_models(ledger, usable, made)
+        live = [m for m in usable if m.idle_since_s is None]
+        foreign = _trades(live, ledger, made.device, missing, made.domain, crosses=True)
+        if sum(idle.values()) + sum(len(t.slab_ids) for t in foreign) < missing:
+            raise refusal(ledger, models, made.device, made.domain, by_device[made.device, made.domain])
+        drop = drop or next(iter(idle), None)
+        made.trades += foreign
+        made.create += sum(len(t.slab_ids) for t in foreign)
+    return Plan([], [drop]) if drop is not None else Plan(plans, [])
 
 
 def free_for(ledger: Ledger, device: str, domain: str) -> int:
@@ -145,20 +145,21 @@ def _plan_device(ledger: Ledger, models: Sequence[Holder], device: str, domain: 
     return made
 
 
-def _take_from_other_domains(ledger: Ledger, models: Sequence[Holder], made: DevicePlan, count: int) -> None:
-    trades = _trades(models, ledger, made.device, count, made.domain, crosses=True)
-    made.trades += trades
-    made.create += sum(len(t.slab_ids) for t in trades)
+def _idle_models(ledger: Ledger, models: Sequence[Holder], made: DevicePlan) -> dict[int, int]:
+    """Slabs on a plan's device by idle model, the longest idle first, beside what the plan takes already."""
+    taken = {slab_id for trade in made.trades for slab_id in trade.slab_ids}
+    found: dict[int, int] = {}
+    for holder in sorted((m for m in models if m.idle_since_s is not None), key=lambda m: m.idle_since_s or 0.0):
+        model_id = holder.arena.model_id
+        ranges = [r for r in ledger.ranges.values() if r.owner == model_id and r.device == made.device]
+        slabs = {i for r in ranges if r.kind is not RangeKind.KV for i in r.slabs.values()} - taken
+        if slabs:
+            found[model_id] = len(slabs)
+    return found
 
 
-def _idle_to_drop(ledger: Ledger, models: Sequence[Holder], devices: Collection[str]) -> int | None:
-    """The model idle for longest that holds something on one of the devices."""
-    owners = {r.owner for r in ledger.ranges.values() if r.kind is not RangeKind.KV and r.device in devices and r.slabs}
-    idle = [(m.idle_since_s, m.arena.model_id) for m in models if m.idle_since_s is not None]
-    return min(((since, i) for since, i in idle if i in owners), default=(0, None))[1]
-
-
-class _Candidate(NamedTuple):
+@dataclass(frozen=True, slots=True, order=True)
+class _Candidate:
     heat: float
     model: int  # index in the list of models
     part: int
@@ -227,7 +228,8 @@ def _trade(arena: Arena, p: int, victims: Sequence[_Candidate], *, crosses: bool
             moves.append(Move(expert, slot, displaced))
             kept += 1
         evicted += hottest[kept:].tolist()
-    return ArenaTrade(arena.model_id, p, indexes, [v.slab_id for v in victims], moves, evicted, crosses)
+    slots = sum(v.slots for v in victims)
+    return ArenaTrade(arena.model_id, p, indexes, [v.slab_id for v in victims], slots, moves, evicted, crosses)
 
 
 def _staying_coldest_first(arena: Arena, p: int, slot_bytes: int, leaving: set[int]) -> list[tuple[int, Slot]]:
@@ -257,7 +259,9 @@ def refusal(
     names = {m.arena.model_id: m for m in models}
     for model_id, holder in names.items():
         held = ledger.held_bytes(
-            r for r in ledger.ranges.values() if r.owner == model_id and r.kind is not RangeKind.KV and r.device == device
+            r
+            for r in ledger.ranges.values()
+            if r.owner == model_id and r.kind is not RangeKind.KV and r.device == device
         )
         if held:
             arena = holder.arena

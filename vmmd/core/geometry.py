@@ -25,7 +25,8 @@ EXTENTS_MAX = 1 << 20
 I64 = npt.NDArray[np.int64]
 
 
-class Stack(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Stack:
     """`count` experts of one layer's matrix, `stride_bytes` apart in one file."""
 
     layer: int
@@ -86,8 +87,10 @@ def build(
     file; arithmetic is on Python integers, so nothing overflows. Errors:
     `InvalidRequest`, naming what lies.
     """
-    if not (1 <= n_layers and 1 <= n_experts and n_layers * n_experts <= EXPERTS_MAX):
-        raise InvalidRequest(f"geometry: {n_layers} layers of {n_experts} experts; 1 to {EXPERTS_MAX} in all are possible")
+    if not (n_layers >= 1 and n_experts >= 1 and n_layers * n_experts <= EXPERTS_MAX):
+        raise InvalidRequest(
+            f"geometry: {n_layers} layers of {n_experts} experts; 1 to {EXPERTS_MAX} in all are possible"
+        )
     if not 1 <= top_k <= n_experts:
         raise InvalidRequest(f"geometry: top_k {top_k} is not between 1 and the {n_experts} experts of a layer")
     n = n_layers * n_experts

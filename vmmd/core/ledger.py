@@ -16,7 +16,7 @@ method that would break this raises `ValueError` (our own bug) and changes
 nothing. Sizes are bytes, times are seconds of the caller's clock.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -85,11 +85,10 @@ class RangeRecord:
 
     def hole(self) -> int:
         """The lowest index without a slab."""
+        count = len(self.slabs)
+        if not count or max(self.slabs) == count - 1:
+            return count
         return next(i for i in range(self.slabs_max) if i not in self.slabs)
-
-    def holes(self) -> Iterator[int]:
-        """Indexes without a slab, in order."""
-        return (i for i in range(self.slabs_max) if i not in self.slabs)
 
 
 @dataclass(frozen=True)

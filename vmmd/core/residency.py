@@ -57,6 +57,11 @@ class Part:
         """Slots of all its slabs."""
         return sum(len(s.occupants) for s in self.slabs.values())
 
+    @property
+    def occupied(self) -> int:
+        """Slots that hold an expert."""
+        return sum(len(s.experts()) for s in self.slabs.values())
+
 
 class Arena:
     """Places, homes and heat of a model's experts. Knows nothing of the ledger."""
@@ -138,7 +143,8 @@ class Arena:
     @property
     def resident(self) -> Bool:
         """`[n]`: whether each expert is in a device slot."""
-        return self.place[:, 0] != NOWHERE
+        found: Bool = self.place[:, 0] != NOWHERE
+        return found
 
     @property
     def slots(self) -> int:

@@ -1,0 +1,1 @@
+"""The gRPC server: translates, checks identity, calls the manager; no policy."""

@@ -107,7 +107,7 @@ class ModelStatus(_message.Message):
     def __init__(self, model_id: _Optional[int] = ..., name: _Optional[str] = ..., uid: _Optional[int] = ..., domain: _Optional[str] = ..., experts: _Optional[int] = ..., resident: _Optional[int] = ..., homes: _Optional[int] = ..., slots: _Optional[int] = ..., heat_covered: _Optional[float] = ..., weights_bytes: _Optional[int] = ..., experts_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., generation: _Optional[int] = ..., stale: bool = ..., stuck_pids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionStatus(_message.Message):
-    __slots__ = ("session_id", "pid", "uid", "user", "executable", "kv_cells", "kv_bytes", "age_s", "state", "quarantined_bytes", "model_ids")
+    __slots__ = ("session_id", "pid", "uid", "user", "executable", "kv_cells", "kv_bytes", "age_s", "state", "quarantined_bytes", "model_ids", "kv_cells_used")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,7 @@ class SessionStatus(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     MODEL_IDS_FIELD_NUMBER: _ClassVar[int]
+    KV_CELLS_USED_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     pid: int
     uid: int
@@ -130,7 +131,8 @@ class SessionStatus(_message.Message):
     state: str
     quarantined_bytes: int
     model_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[int] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., user: _Optional[str] = ..., executable: _Optional[str] = ..., kv_cells: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., state: _Optional[str] = ..., quarantined_bytes: _Optional[int] = ..., model_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    kv_cells_used: int
+    def __init__(self, session_id: _Optional[int] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., user: _Optional[str] = ..., executable: _Optional[str] = ..., kv_cells: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., state: _Optional[str] = ..., quarantined_bytes: _Optional[int] = ..., model_ids: _Optional[_Iterable[int]] = ..., kv_cells_used: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,203 @@
+"""vmmd: configuration, signals, readiness, composition."""
+
+import asyncio
+import mmap
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import click
+import structlog
+from strata_api.v1 import memory_pb2
+
+from vmmd import config as configuration
+from vmmd import limits, log, notify, runtime_dir
+from vmmd.broker import Broker
+from vmmd.core.ledger import DeviceRecord
+from vmmd.driver.base import Driver
+from vmmd.driver.host_memfd import HostDriver
+from vmmd.errors import InvalidRequest, NoDevice, VmmError
+from vmmd.manager import Manager
+from vmmd.manager.manager import Options
+from vmmd.server.server import Server
+
+STOP_GRACE_S = 0.3
+"""SIGTERM leaves within a second, interpreter included."""
+
+
+@click.command()
+@click.option(
+    "--config", "config_file", type=click.Path(path_type=Path), help="TOML file; vmmd/example.toml documents every key."
+)
+@click.option("--runtime-dir", "directory", type=click.Path(path_type=Path), help="Directory of the sockets.")
+@click.option("--slab-bytes", type=int, help="Overrides slab_bytes of the configuration.")
+@click.option(
+    "--private", is_flag=True, help="Serve one client: say `ready` on standard output, leave when standard input ends."
+)
+def run(config_file: Path | None, directory: Path | None, slab_bytes: int | None, private: bool) -> None:
+    """Owns the memory of this host's devices and leases it to inference processes."""
+    config = configuration.load(config_file) if config_file else configuration.Config()
+    if slab_bytes is not None:
+        if slab_bytes <= 0 or slab_bytes % mmap.PAGESIZE:
+            raise InvalidRequest(f"--slab-bytes {slab_bytes}: must be a multiple of {mmap.PAGESIZE} bytes")
+        config = replace(config, slab_bytes=slab_bytes)
+    log.configure(config.log_level, config.log_format)
+    limits.raise_descriptor_limit()
+    asyncio.run(_serve(config, directory, private))
+
+
+def main() -> NoReturn:
+    """Entry point: every error is one line, and the exit status above 0."""
+    try:
+        run.main(prog_name="vmmd", standalone_mode=False)
+    except VmmError as error:
+        _leave(error.message)
+    except click.ClickException as error:
+        _leave(error.format_message(), 2)
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(130)
+    except OSError as error:
+        _leave(str(error))
+    sys.exit(0)
+
+
+def _leave(message: str, status: int = 1) -> NoReturn:
+    print(f"vmmd: {log.printable(message)}", file=sys.stderr)
+    sys.exit(status)
+
+
+def make_driver(config: configuration.Config, available_bytes: int) -> Driver:
+    """The driver that the configuration asks for. Errors: `NoDevice`."""
+    if config.driver == "cuda":
+        raise NoDevice('driver = "cuda": this build has no CUDA driver; use "host" or "auto"')
+    device_bytes, ram_bytes = config.host.sizes_bytes(available_bytes)
+    devices = [(uuid, "simulated on host memory", device_bytes) for uuid in config.host.device_uuids()]
+    return HostDriver(devices, ram_bytes)
+
+
+def device_records(config: configuration.Config, driver: Driver) -> list[DeviceRecord]:
+    """The ledger's devices: what there is, within what the configuration allows."""
+    infos = driver.devices()
+    config.check_devices([i.uuid for i in infos])
+    slab_bytes = config.slab_bytes_for(driver.name)
+    records = []
+    for info in infos:
+        limit = config.device_config(info.uuid)
+        cap = info.total_bytes if limit.cap_bytes is None else limit.cap_bytes
+        records.append(
+            DeviceRecord(
+                info.uuid, info.name, slab_bytes, info.total_bytes, cap, limit.reserve_bytes, is_host=info.is_host
+            )
+        )
+    return records
+
+
+async def _serve(config: configuration.Config, explicit_dir: Path | None, private: bool) -> None:
+    logger = structlog.get_logger("vmmd")
+    with ExitStack() as stack:
+        passed = notify.passed_broker_socket()
+        directory = runtime_dir.prepare(explicit_dir)
+        stack.callback(runtime_dir.Lock(directory).close)
+        host_limits = limits.HostLimits.read()
+        driver = make_driver(config, host_limits.available_bytes)
+        records = device_records(config, driver)
+        claimed = config.host.uuids if driver.name == "host" else [r.uuid for r in records if not r.is_host]
+        for uuid in claimed:
+            stack.callback(runtime_dir.DeviceClaim(uuid).close)
+        caps = {r.uuid: min(r.cap_bytes, r.total_bytes) for r in records}
+        in_ram = sum(caps.values()) if driver.name == "host" else caps[records[-1].uuid]
+        for warning in limits.warnings(host_limits, caps, records[0].slab_bytes, in_ram):
+            logger.warning("limits", problem=warning)
+
+        manager = Manager(driver, records, _options(config))
+        domains = config.domain_by_uid()
+        admin_uids = {0, os.geteuid(), *config.admin_uids()}
+        listener = passed or runtime_dir.bind_broker(directory)
+        broker = Broker(manager, listener, lambda uid: domains.get(uid, f"user {uid}"))
+        runtime_dir.remove_socket(directory.grpc_socket)
+        server = Server(manager, directory.grpc_socket, broker.admins, admin_uids)
+        await server.start()
+        runtime_dir.open_socket_to_group(directory.grpc_socket)
+        broker.start()
+        manager.upkeep.start()
+
+        notifier = notify.Notifier()
+        stack.callback(notifier.close)
+        why = _end_requests(manager, private)
+        notifier.ready(f"{driver.name} driver, {len(records) - 1} devices")
+        watchdog = asyncio.create_task(_watchdog(notifier))
+        logger.info(
+            "daemon.ready",
+            runtime_dir=str(directory.path),
+            driver=driver.name,
+            epoch=manager.epoch,
+            devices=len(records) - 1,
+        )
+        if private:
+            print("ready", flush=True)
+
+        reason = await why
+        logger.info("daemon.leaving", why=reason)
+        notifier.stopping()
+        watchdog.cancel()
+        manager.notify(memory_pb2.Notice.CODE_STOPPING, "vmmd leaves; what is mapped stays, nothing grows any more")
+        await asyncio.sleep(0)
+        await server.stop(STOP_GRACE_S)
+        broker.close()
+        if passed is None:
+            runtime_dir.remove_socket(directory.broker_socket)
+        runtime_dir.remove_socket(directory.grpc_socket)
+        await manager.close()
+
+
+def _options(config: configuration.Config) -> Options:
+    return Options(
+        floor_slots=config.floor_slots,
+        give_back_delay_s=config.give_back_delay_s,
+        quiesce_deadline_s=config.quiesce_deadline_ms / 1000,
+        revoke_deadline_s=config.revoke_deadline_ms / 1000,
+        heat_decay=config.heat_decay,
+        heat_interval_s=config.heat_interval_s,
+        sessions_per_user_max=config.limits.sessions_per_user_max,
+        ranges_per_session_max=config.limits.ranges_per_session_max,
+        files_max=config.limits.files_max,
+    )
+
+
+def _end_requests(manager: Manager, private: bool) -> "asyncio.Future[str]":
+    """Resolves with the reason to leave: a signal, a drained daemon, a private one's client gone."""
+    loop = asyncio.get_running_loop()
+    why: asyncio.Future[str] = loop.create_future()
+
+    def leave(reason: str) -> Callable[[], None]:
+        return lambda: None if why.done() else why.set_result(reason)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave(signal.Signals(number).name))
+    drained = asyncio.create_task(manager.empty.wait())
+    drained.add_done_callback(lambda _: leave("drained")())
+    if private:
+
+        def readable() -> None:
+            if not os.read(sys.stdin.fileno(), 4096):
+                loop.remove_reader(sys.stdin.fileno())
+                leave("the client has gone")()
+
+        loop.add_reader(sys.stdin.fileno(), readable)
+    return why
+
+
+async def _watchdog(notifier: notify.Notifier) -> None:
+    """From the loop itself: a loop that hangs is what the watchdog is for."""
+    while notifier.watchdog_interval_s is not None:
+        notifier.watchdog()
+        await asyncio.sleep(notifier.watchdog_interval_s)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,406 @@
+"""A model: its arena, weights and homes, and the generation protocol over them.
+
+Order for a trade (`begin`, `finish`), each wait being for all sessions of the
+arena to leave older generations behind:
+
+1. unpublish the coldest experts that hotter ones displace; wait
+2. fill their slots from the homes
+3. publish the newcomers there, unpublish the victims; wait
+4. the slab is given; sessions are told to unmap it
+
+An expert that is unpublished is read from its home, so no step ever waits.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import structlog
+from strata_api.v1 import memory_pb2, pages
+
+from vmmd.core.arbiter import ArenaTrade
+from vmmd.core.generations import is_behind
+from vmmd.core.ledger import RangeRecord
+from vmmd.core.residency import EMPTY, F64, Arena, Slot
+from vmmd.driver import membarrier
+from vmmd.driver.base import Copy, Driver, FileSource, ShortRead, Slab, SlabSource
+from vmmd.errors import StaleGeneration, VmmError
+from vmmd.manager.files import FileIdentity, check_unchanged
+from vmmd.manager.session import Session
+from vmmd.manager.shared import ResidencyTable
+
+log = structlog.get_logger("vmmd.model")
+
+CHUNK_BYTES = 32 << 20
+"""Filled in one call of the driver: progress, and how much a change of mind wastes."""
+
+
+class Stuck(Exception):
+    """Sessions are still behind past the deadline."""
+
+    def __init__(self, model_id: int, pids: Sequence[int]) -> None:
+        super().__init__(f"model {model_id} is still read by pid {', '.join(map(str, pids))}")
+        self.model_id = model_id
+        self.pids = tuple(pids)
+
+
+@dataclass
+class Piece:
+    """One expert's slot to fill, or one extent of the weights."""
+
+    copies: list[Copy]
+    expert: int = EMPTY
+    slot: Slot | None = None  # None: the home
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(c.length_bytes for c in self.copies)
+
+
+@dataclass(eq=False)
+class Model:
+    """One opened model of one domain."""
+
+    model_id: int
+    name: str
+    arena: Arena
+    weights: RangeRecord
+    homes: RangeRecord
+    ranges: list[RangeRecord]  # of the arena's parts, in order
+    table: ResidencyTable
+    files: list[int]  # descriptors, owned here
+    identities: list[FileIdentity]
+    driver: Driver
+    executor: Executor
+    slab: Callable[[int], Slab]  # physical slab of an id
+    quiesce_deadline_s: float
+    ready: "asyncio.Future[None]"
+    sessions: list[Session] = field(default_factory=list)
+    filled_bytes: int = 0
+    total_bytes: int = 0
+    stale: bool = False
+    closed: bool = False
+    idle_since_s: float | None = None
+    stuck_pids: tuple[int, ...] = ()
+    heat_before: F64 = field(init=False)  # at the start of the heat interval
+    background: "asyncio.Task[None] | None" = None  # fills the remaining homes
+    tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.heat_before = self.arena.heat
+
+    @property
+    def movable(self) -> bool:
+        """Whether the arbiter may plan with its slabs."""
+        return self.ready.done() and not self.closed and not self.stuck_pids
+
+    # Addresses
+
+    def _slot_copies(self, expert: int, slab: Slab, offset: int, source: Slab | None, at: int) -> list[Copy]:
+        """Copies of one expert's matrices: from its files, or from the same layout in another slab."""
+        geometry = self.arena.geometry
+        sizes = [int(x) for x in geometry.size_bytes[expert]]
+        if source is not None:
+            return [Copy(slab, offset, int(geometry.slot_bytes[expert]), SlabSource(source, at))]
+        return [
+            Copy(
+                slab,
+                offset + begin,
+                sizes[m],
+                FileSource(self.files[int(geometry.file[expert, m])], int(geometry.offset_bytes[expert, m])),
+            )
+            for m, begin in enumerate(pages.slot_layout(*sizes)[:3])
+        ]
+
+    def _home_at(self, expert: int) -> tuple[Slab, int]:
+        slab_index, slot = (int(x) for x in self.arena.home[expert])
+        return self.slab(self.homes.slabs[slab_index]), slot * self.arena.slot_bytes(expert)
+
+    def slot_piece(self, expert: int, slot: Slot) -> Piece:
+        """The filling of a device slot: from the expert's home if it is ready, else from the file."""
+        slab = self.slab(self.ranges[slot.part].slabs[slot.slab])
+        source, at = self._home_at(expert) if self.arena.home_ready[expert] else (None, 0)
+        offset = slot.slot * self.arena.slot_bytes(expert)
+        return Piece(self._slot_copies(expert, slab, offset, source, at), expert, slot)
+
+    def home_piece(self, expert: int) -> Piece:
+        """The filling of an expert's home from the file."""
+        slab, offset = self._home_at(expert)
+        return Piece(self._slot_copies(expert, slab, offset, None, 0), expert)
+
+    def weights_pieces(self) -> list[Piece]:
+        """The filling of the weights range; an extent may straddle slabs."""
+        size = self.slab(next(iter(self.weights.slabs.values()))).size_bytes
+        pieces, at = [], 0
+        for extent in self.arena.geometry.weights:
+            copies, done = [], 0
+            while done < extent.length_bytes:
+                index, inside = divmod(at + done, size)
+                length = min(size - inside, extent.length_bytes - done)
+                source = FileSource(self.files[extent.file], extent.offset_bytes + done)
+                copies.append(Copy(self.slab(self.weights.slabs[index]), inside, length, source))
+                done += length
+            pieces.append(Piece(copies))
+            at += pages.align(extent.length_bytes)
+        return pieces
+
+    # Filling
+
+    async def fill(self, pieces: Iterable[Piece]) -> None:
+        """Fills and publishes, in chunks. Slots are BUSY before and held after; homes become ready.
+
+        Errors: `StaleGeneration` where a file changed, `OSError`, `DriverError`;
+        what was published before stays.
+        """
+        loop = asyncio.get_running_loop()
+        for chunk in _chunks(pieces):
+            if self.closed:
+                return
+            copies = [c for piece in chunk for c in piece.copies]
+            try:
+                await loop.run_in_executor(self.executor, self.driver.fill, copies)
+            except ShortRead as error:
+                raise StaleGeneration(f"a file of model {self.name!r} has shrunk while it was read: {error}") from None
+            if any(isinstance(c.source, FileSource) for c in copies):
+                check_unchanged(self.files, self.identities)
+            for piece in chunk:
+                self._publish(piece)
+            self.table.bump()
+            self.filled_bytes += sum(p.size_bytes for p in chunk)
+
+    def _publish(self, piece: Piece) -> None:
+        expert = piece.expert
+        if expert == EMPTY:
+            return
+        if piece.slot is not None:
+            self.arena.settle(expert, piece.slot)
+            self._point(expert)
+            return
+        slab, slot = (int(x) for x in self.arena.home[expert])
+        self.arena.home_ready[expert] = True
+        self.table.set_home(expert, pages.pack(pages.TIER_HOST, 0, slab, slot))
+        if self.arena.slot_of(expert) is None:
+            self._point(expert)
+
+    def _point(self, expert: int) -> None:
+        """Rewrites an expert's entry from where the arena says it is."""
+        slot = self.arena.slot_of(expert)
+        if slot is None:
+            self.table.set_entry(expert, self.table.home(expert))
+        else:
+            self.table.set_entry(expert, pages.pack(pages.TIER_DEVICE, slot.part, slot.slab, slot.slot))
+
+    async def refill(self, limit_bytes: int) -> bool:
+        """Fills empty slots with the hottest missing experts; whether any is left to do."""
+        arena = self.arena
+        pieces: list[Piece] = []
+        spent = 0
+        for part in range(len(arena.parts)):
+            by_class: dict[int, list[Slot]] = {}
+            for slot_bytes, slot in arena.empty_slots(part):
+                by_class.setdefault(slot_bytes, []).append(slot)
+            for slot_bytes, slots in by_class.items():
+                room = max(0, limit_bytes - spent) // slot_bytes
+                chosen = arena.hottest_missing(slot_bytes, min(len(slots), room))
+                chosen = [e for e in chosen if e not in {p.expert for p in pieces}]
+                for expert, slot in zip(chosen, slots, strict=False):
+                    arena.reserve(slot)
+                    pieces.append(self.slot_piece(expert, slot))
+                    spent += slot_bytes
+        try:
+            await self.fill(pieces)
+        except (VmmError, OSError):
+            for piece in pieces:
+                if piece.slot is not None and arena.slot_of(piece.expert) != piece.slot:
+                    arena.release(piece.slot)
+            raise
+        return spent >= limit_bytes
+
+    # Generations
+
+    def behind(self, generation: int) -> list[int]:
+        """Pids of sessions that may still read under an older generation."""
+        return [
+            s.record.pid for s in self.sessions if not s.ended and is_behind(s.line(s.attachment(self)), generation)
+        ]
+
+    async def quiesce(self, generation: int, deadline_s: float) -> None:
+        """Waits until nobody is behind. Errors: `Stuck` past the deadline.
+
+        The barrier comes once, before the first look: a step that is published
+        after it reads the rewritten entries.
+        """
+        membarrier.issue()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + deadline_s
+        delay = 0.0
+        while pids := self.behind(generation):
+            if loop.time() >= until:
+                raise Stuck(self.model_id, pids)
+            await asyncio.sleep(delay)
+            delay = min(delay + 0.0002, 0.002)
+
+    # Trades
+
+    def begin(self, trade: ArenaTrade) -> int:
+        """Step 1, at once: takes the slots of `trade.moves` out of others' reach. Returns the generation."""
+        for move in trade.moves:
+            if move.displaced == EMPTY:
+                self.arena.reserve(move.to)
+            else:
+                self.arena.vacate(move.displaced)
+                self._point(move.displaced)
+        return self.table.bump()
+
+    async def finish(self, trade: ArenaTrade, generation: int) -> None:
+        """Steps 1 (the wait) to 4. The slabs' ledger state is the caller's.
+
+        Errors: `Stuck`, with `trade.slab_ids` untouched and still in the arena, or
+        `StuckVictims`, with them emptied and not yet quiescent; `VmmError` where
+        the driver failed, untouched.
+        """
+        arena = self.arena
+        try:
+            if any(move.displaced != EMPTY for move in trade.moves):
+                await self.quiesce(generation, self.quiesce_deadline_s)
+            pieces = [self.slot_piece(move.expert, move.to) for move in trade.moves]
+            await self.fill(pieces)
+        except Stuck as stuck:
+            self._later(self._release_when_quiet([m.to for m in trade.moves], generation), stuck.pids)
+            raise
+        except (VmmError, OSError):
+            for move in trade.moves:
+                if arena.slot_of(move.expert) != move.to:
+                    arena.release(move.to)
+            raise
+        for expert in trade.evicted:
+            arena.vacate(expert)
+            self._point(expert)
+        generation = self.table.bump()
+        try:
+            await self.quiesce(generation, self.quiesce_deadline_s)
+        except Stuck as stuck:
+            raise StuckVictims(stuck, generation) from None
+        self.take_out(trade)
+
+    def take_out(self, trade: ArenaTrade) -> None:
+        """Step 4: the emptied slabs leave the arena, and its sessions are told."""
+        for index in trade.indexes:
+            self.arena.remove_slab(trade.part, index)
+        if not trade.crosses:
+            self.tell_removed(trade)
+
+    def tell_removed(self, trade: ArenaTrade) -> None:
+        """Sessions unmap the slabs of a trade when they get to it; the domain keeps the memory."""
+        removed = memory_pb2.SlabsRemoved(range_id=self.ranges[trade.part].range_id, slab_indexes=trade.indexes)
+        for session in self.sessions:
+            session.send(memory_pb2.WatchEvent(epoch=self.epoch, slabs_removed=removed))
+
+    @property
+    def epoch(self) -> int:
+        """The daemon's epoch, as the table has it."""
+        return self.table.page.words[pages.WORD_EPOCH]
+
+    def later_take_out(self, trade: ArenaTrade, stuck: "StuckVictims", done: Callable[[], None]) -> None:
+        """Step 4 once the stuck readers have moved on or died; then `done`."""
+
+        async def wait() -> None:
+            await self.quiesce(stuck.generation, float("inf"))
+            self.take_out(trade)
+            done()
+
+        self._later(wait(), stuck.stuck.pids)
+
+    async def _release_when_quiet(self, slots: Sequence[Slot], generation: int) -> None:
+        await self.quiesce(generation, float("inf"))
+        for slot in slots:
+            self.arena.release(slot)
+
+    def _later(self, waiting: Coroutine[Any, Any, None], pids: Sequence[int]) -> None:
+        self.stuck_pids = tuple(pids)
+        log.warning("model.stuck", model=self.model_id, pids=list(pids))
+
+        async def run() -> None:
+            await waiting
+            if len(self.tasks) == 1:
+                self.stuck_pids = ()
+
+        task = asyncio.create_task(run())
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    # Ending
+
+    def mark_stale(self, why: str) -> None:
+        """The file changed: no new fills from it; sessions are told."""
+        if not self.stale:
+            self.stale = True
+            self.table.mark_stale()
+            log.warning("model.stale", model=self.model_id, why=why)
+            notice = memory_pb2.Notice(code=memory_pb2.Notice.CODE_STALE, message=why)
+            for session in self.sessions:
+                session.send(memory_pb2.WatchEvent(epoch=self.epoch, notice=notice))
+
+    async def stop(self) -> None:
+        """Ends what still fills it, so that its descriptors can be closed."""
+        self.closed = True
+        if self.background is not None:
+            await asyncio.wait([self.background])
+
+    def close(self) -> None:
+        """Closes descriptors and the table; slabs are the manager's to take back."""
+        self.closed = True
+        for task in self.tasks:
+            task.cancel()
+        for fd in self.files:
+            os.close(fd)
+        self.files.clear()
+        self.table.page.close()
+
+
+class StuckVictims(Exception):
+    """Victims were emptied, but sessions may still read them."""
+
+    def __init__(self, stuck: Stuck, generation: int) -> None:
+        super().__init__(str(stuck))
+        self.stuck = stuck
+        self.generation = generation
+
+
+def _chunks(pieces: Iterable[Piece]) -> Iterable[list[Piece]]:
+    chunk: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        chunk.append(piece)
+        size += piece.size_bytes
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def plan_homes(arena: Arena, slab_bytes: int, slabs: int, order: "np.typing.NDArray[np.int64]") -> int:
+    """Gives homes in `slabs` slabs of the homes range to experts in `order`, by size class.
+
+    Returns how many slabs are used. Experts beyond that have no home: they are
+    pinned to their device slots.
+    """
+    used = 0
+    open_slab: dict[int, tuple[int, int]] = {}  # slot_bytes -> (slab, next slot)
+    for expert in order.tolist():
+        size = arena.slot_bytes(expert)
+        slab, slot = open_slab.get(size, (-1, 0))
+        if slab < 0 or slot == slab_bytes // size:
+            if used == slabs:
+                continue
+            slab, slot = used, 0
+            used += 1
+        arena.home[expert] = slab, slot
+        open_slab[size] = slab, slot + 1
+    return used

@@ -1,0 +1,158 @@
+"""Opening a model: its slabs are found, its weights, slots and homes filled.
+
+Steps may start when every expert has a place; the homes of experts that are on a
+device are filled afterwards, behind the client's first tokens.
+"""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import numpy as np
+import structlog
+
+from vmmd.core import arbiter
+from vmmd.core.geometry import Geometry
+from vmmd.core.residency import NOWHERE, Slot, assign_classes, classes, slabs_needed
+from vmmd.errors import Exhausted, Unavailable, VmmError
+from vmmd.manager.model import Model, Piece, plan_homes
+
+if TYPE_CHECKING:
+    from vmmd.manager.manager import Manager
+
+log = structlog.get_logger("vmmd.opening")
+
+
+def arena_slabs_max(geometry: Geometry, slab_bytes: int) -> int:
+    """Indexes to reserve: all experts, and one partly filled slab for each size class."""
+    return slabs_needed(geometry, slab_bytes) + len(classes(geometry))
+
+
+async def run(manager: "Manager", model: Model) -> None:
+    """Fills a new model and resolves `model.ready`; on an error it is given up whole."""
+    try:
+        await _provide(manager, model)
+        weights, homes_first, slots, homes_later = _pieces(model)
+        first = [*weights, *slots, *homes_first]
+        model.total_bytes = sum(p.size_bytes for p in first)
+        await model.fill(first)
+        log.info("model.filled", model=model.model_id, name=model.name, bytes=model.total_bytes)
+        model.ready.set_result(None)
+    except Exception as error:
+        known = error if isinstance(error, VmmError) else Unavailable(f"filling model {model.name!r} failed: {error}")
+        if not isinstance(error, VmmError | OSError):
+            log.exception("model.fill_failed", model=model.model_id)
+        log.warning("model.refused", model=model.model_id, name=model.name, why=known.message)
+        manager.forget_model(model)
+        for session in list(model.sessions):
+            manager.detach(session, model)
+        model.closed = True
+        manager.discard_ranges(model)
+        model.close()
+        model.ready.set_exception(known)
+        model.ready.exception()  # retrieved, should nobody wait
+        return
+    model.background = asyncio.create_task(_fill_homes(model, homes_later))
+
+
+async def _fill_homes(model: Model, pieces: list[Piece]) -> None:
+    try:
+        await model.fill(pieces)
+    except (VmmError, OSError) as error:
+        # experts without a home are pinned where they are; nothing else is lost
+        model.mark_stale(str(error))
+
+
+async def _provide(manager: "Manager", model: Model) -> None:
+    """Leases slabs: weights and the arena's floor at least, then as much as is free."""
+    ledger, arena, geometry = manager.ledger, model.arena, model.arena.geometry
+    host = model.homes
+    host_bytes = ledger.devices[host.device].slab_bytes
+    order = np.arange(geometry.n)
+    homes = min(slabs_needed(geometry, host_bytes), _obtainable(manager, model, host.device))
+    homes = plan_homes(arena, host_bytes, homes, order[::-1])
+    pinned = np.flatnonzero(arena.home[:, 0] == NOWHERE)
+    floor = _floor_slabs(model, pinned)
+    first = model.ranges[0]
+    need = [arbiter.Request(model.weights.range_id, model.weights.slabs_max), arbiter.Request(first.range_id, floor)]
+    if homes:
+        need.append(arbiter.Request(host.range_id, homes))
+    try:
+        await manager.slabs.provide(need, keep_models=(model.model_id,))
+    except Exhausted as error:
+        raise Exhausted(
+            f"model {model.name!r} needs {arbiter.size_text(geometry.weights_bytes)} of weights and room for"
+            f" {arena.floor_slots} experts, {len(pinned)} of them without a home in host memory: {error.message}",
+            error.requested_bytes,
+            error.free_bytes,
+            error.holders,
+        ) from None
+    missing = slabs_needed(geometry, arena.parts[0].slab_bytes) - floor
+    for p, record in enumerate(model.ranges):
+        extra = min(missing, arbiter.free_for(ledger, record.device, record.domain))
+        if extra > 0:
+            await manager.slabs.provide([arbiter.Request(record.range_id, extra)], keep_models=(model.model_id,))
+            missing -= extra
+        sizes = assign_classes(geometry, arena.parts[p].slab_bytes, len(record.slabs))
+        for index, slot_bytes in zip(sorted(record.slabs), _pinned_first(model, pinned, sizes, p), strict=True):
+            arena.add_slab(p, index, slot_bytes)
+
+
+def _obtainable(manager: "Manager", model: Model, device: str) -> int:
+    """Slabs of a device that are free or held by models that nobody has open."""
+    ledger = manager.ledger
+    idle = [m for m in manager.models.values() if m.idle_since_s is not None and m is not model and m.movable]
+    held = sum(len(r.slabs) for m in idle for r in (m.weights, m.homes, *m.ranges) if r.device == device)
+    return arbiter.free_for(ledger, device, model.arena.domain) + held
+
+
+def _floor_slabs(model: Model, pinned: "np.typing.NDArray[np.int64]") -> int:
+    """Slabs of the first device that the floor and the experts without homes need."""
+    geometry, slab_bytes = model.arena.geometry, model.arena.parts[0].slab_bytes
+    total = slabs_needed(geometry, slab_bytes)
+    share = -(-total * model.arena.floor_slots // geometry.n)
+    return min(total, max(share, len(classes(geometry)), slabs_needed(geometry, slab_bytes, pinned)))
+
+
+def _pinned_first(model: Model, pinned: "np.typing.NDArray[np.int64]", sizes: list[int], part: int) -> list[int]:
+    """The size classes of a part's slabs, with room for every pinned expert on the first part."""
+    if part != 0 or not len(pinned):
+        return sizes
+    geometry, slab_bytes = model.arena.geometry, model.arena.parts[0].slab_bytes
+    must: list[int] = []
+    for size, experts in classes(geometry):
+        count = int(np.isin(experts, pinned).sum())
+        must += [size] * -(-count // (slab_bytes // size))
+    rest = list(sizes)
+    for size in must:
+        if size in rest:
+            rest.remove(size)
+    return (must + rest)[: len(sizes)]
+
+
+def _pieces(model: Model) -> tuple[list[Piece], list[Piece], list[Piece], list[Piece]]:
+    """Weights; homes of experts in no slot; slots (pinned experts first, then in order); the other homes."""
+    arena = model.arena
+    free: dict[int, list[Slot]] = {}
+    for part in range(len(arena.parts)):
+        for slot_bytes, slot in arena.empty_slots(part):
+            free.setdefault(slot_bytes, []).append(slot)
+    for slots in free.values():
+        slots.reverse()
+    has_home = arena.home[:, 0] != NOWHERE
+    in_slots: list[Piece] = []
+    placed = np.zeros(arena.geometry.n, np.bool_)
+    for expert in np.lexsort((np.arange(arena.geometry.n), has_home)).tolist():
+        slots = free.get(arena.slot_bytes(expert), [])
+        if slots:
+            slot = slots.pop()
+            arena.reserve(slot)
+            in_slots.append(model.slot_piece(expert, slot))
+            placed[expert] = True
+    if not (placed | has_home).all():
+        raise Exhausted(
+            f"{int((~(placed | has_home)).sum())} experts of model {model.name!r} fit neither the device's cap nor"
+            " the host's; raise cap_bytes or host_cap_bytes"
+        )
+    first = [model.home_piece(int(e)) for e in np.flatnonzero(has_home & ~placed)]
+    later = [model.home_piece(int(e)) for e in np.flatnonzero(has_home & placed)]
+    return model.weights_pieces(), first, in_slots, later

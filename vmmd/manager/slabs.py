@@ -1,0 +1,390 @@
+"""Slabs: carries out plans, and takes slabs back.
+
+The ledger says who may have a slab; here are the physical ones. A plan is
+committed in the ledger before the first await; what fails is undone.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import structlog
+from strata_api.v1 import memory_pb2
+
+from vmmd.core import arbiter
+from vmmd.core.ledger import Ledger, RangeKind, RangeRecord, SlabState
+from vmmd.driver.base import Slab
+from vmmd.errors import Exhausted, VmmError
+from vmmd.manager.model import Model, Stuck, StuckVictims
+
+if TYPE_CHECKING:
+    from vmmd.manager.manager import Manager
+
+log = structlog.get_logger("vmmd.slabs")
+
+HELD_DEADLINE_S = 1.0
+"""How long a slab that was given back, or whose client died, may still be held before it is quarantined."""
+
+ATTEMPTS_MAX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A slab at its index of a range."""
+
+    range_id: int
+    index: int
+    slab_id: int
+
+
+@dataclass
+class Provided:
+    """What a request got, and from where."""
+
+    placed: list[Placed] = field(default_factory=list)
+    free_slabs: int = 0
+    trades: list[memory_pb2.Trade] = field(default_factory=list)
+
+
+class Slabs:
+    """Physical slabs and the plans over them."""
+
+    def __init__(self, manager: "Manager") -> None:
+        self._manager = manager
+        self._ledger = manager.ledger
+        self._driver = manager.driver
+        self.physical: dict[int, Slab] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._busy: Counter[int] = Counter()  # ranges that a plan is being carried out for
+
+    def is_at(self, placed: Placed) -> bool:
+        """Whether a slab is still at that place, and not on its way back."""
+        slab = self._ledger.slabs.get(placed.slab_id)
+        return (
+            slab is not None
+            and (slab.range_id, slab.index) == (placed.range_id, placed.index)
+            and slab.state is SlabState.LEASED
+        )
+
+    async def provide(self, requests: Sequence[arbiter.Request], *, keep_models: Collection[int] = ()) -> Provided:
+        """Plans and carries out, all or nothing.
+
+        Plans again where a model was dropped for it, where a reader is stuck or where
+        another program took the memory. Errors: `Exhausted`, `DriverError`.
+        """
+        mine = [r.range_id for r in requests]
+        self._busy.update(mine)
+        try:
+            return await self._provide(requests, keep_models)
+        finally:
+            self._busy.subtract(mine)
+            self._tidy()
+
+    async def _provide(self, requests: Sequence[arbiter.Request], keep_models: Collection[int]) -> Provided:
+        for _ in range(ATTEMPTS_MAX):
+            try:
+                plan = arbiter.plan(self._ledger, self._manager.holders(), requests, keep_models=keep_models)
+            except Exhausted:
+                if await self._wait_for_memory(requests):
+                    continue
+                raise
+            if plan.drop:
+                for model_id in plan.drop:
+                    await self._manager.drop_model(self._manager.models[model_id])
+                continue
+            try:
+                return await self._carry_out(plan, requests)
+            except Stuck as stuck:
+                log.warning("plan.stuck", model=stuck.model_id, pids=stuck.pids)
+        raise Exhausted("no slab could be had: the readers of every arena that could give some are stuck")
+
+    async def _wait_for_memory(self, requests: Sequence[arbiter.Request]) -> bool:
+        """Waits for slabs that are on their way back, or experts that will soon be evictable; False if none are."""
+        domains = {self._ledger.ranges[r.range_id].domain for r in requests}
+        filling = [
+            m.background
+            for m in self._manager.models.values()
+            if m.arena.domain in domains and m.background is not None and not m.background.done()
+        ]
+        pending = [*self._tasks, *filling]
+        if pending:
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        return bool(pending)
+
+    async def settled(self, records: Sequence[RangeRecord]) -> None:
+        """Waits until no slab of these ranges is on its way back."""
+        while any(self._ledger.slabs[i].state is SlabState.REVOKING for r in records for i in r.slabs.values()):
+            await asyncio.sleep(0.001)
+
+    def physical_bytes(self, device: str) -> int:
+        """Bytes of the slabs that exist on a device."""
+        return sum(s.size_bytes for s in self.physical.values() if s.device_uuid == device)
+
+    # Carrying out
+
+    async def _carry_out(self, plan: arbiter.Plan, requests: Sequence[arbiter.Request]) -> Provided:
+        now = time.monotonic()
+        got: list[int] = []  # slab ids in FREE that are ours; leased below, at once
+        fresh: list[int] = []  # of them, not created physically yet
+        free_slabs = 0
+        begun: list[tuple[Model, arbiter.ArenaTrade, int]] = []
+        leases = _Leases(self._ledger, requests)
+        for device in plan.devices:
+            for slab_id in device.destroy:
+                self._destroy(slab_id)
+            crossing = sum(len(t.slab_ids) for t in device.trades if t.crosses)
+            new = [self._ledger.create(device.device, device.domain, now) for _ in range(device.create - crossing)]
+            fresh += new
+            for slab_id in [*device.reuse, *new]:
+                leases.lease(slab_id, now)
+                got.append(slab_id)
+            free_slabs += len(device.reuse) + len(new)
+            for trade in device.trades:
+                for slab_id in trade.slab_ids:
+                    self._ledger.begin_revoke(slab_id, now)
+                model = self._manager.models[trade.model_id]
+                begun.append((model, trade, model.begin(trade)))
+        domains = {d.device: d.domain for d in plan.devices}
+        results = await asyncio.gather(
+            self._create(fresh),
+            *(self._finish(model, trade, generation) for model, trade, generation in begun),
+            return_exceptions=True,
+        )
+        errors = [r for r in results if isinstance(r, BaseException)]
+        if not errors:
+            try:
+                crossed = await self._cross(begun, domains)
+                for _, trade, _ in begun:
+                    if not trade.crosses:
+                        for slab_id in trade.slab_ids:
+                            leases.lease(slab_id, time.monotonic())
+                for slab_id in crossed:
+                    leases.lease(slab_id, time.monotonic())
+            except VmmError as error:
+                errors.append(error)
+        if errors:
+            for (model, trade, _), result in zip(begun, results[1:], strict=True):
+                if trade.crosses and result is None:
+                    self._keep(model, trade)
+            for placed in leases.placed:
+                if self.is_at(placed):
+                    self._give_up(placed.slab_id)
+            raise errors[0]
+        trades = [
+            memory_pb2.Trade(
+                model_id=model.model_id,
+                device_uuid=model.ranges[trade.part].device,
+                slabs=len(trade.slab_ids),
+                slots=trade.slots,
+                experts_moved=len(trade.moves),
+                slots_total=model.arena.parts[trade.part].slots,
+                slots_occupied=model.arena.parts[trade.part].occupied,
+            )
+            for model, trade, _ in begun
+        ]
+        return Provided(leases.placed, free_slabs, trades)
+
+    async def _finish(self, model: Model, trade: arbiter.ArenaTrade, generation: int) -> None:
+        """One arena gives its slabs: they are FREE afterwards, or back with the arena on an error."""
+        now = time.monotonic
+        try:
+            await model.finish(trade, generation)
+        except StuckVictims as stuck:
+
+            def done() -> None:
+                for slab_id in trade.slab_ids:
+                    self._ledger.finish_revoke(slab_id, now())
+
+            model.later_take_out(trade, stuck, done)
+            raise stuck.stuck from None
+        except BaseException:
+            for slab_id in trade.slab_ids:
+                self._ledger.cancel_revoke(slab_id, now())
+            raise
+        if not trade.crosses:
+            for slab_id in trade.slab_ids:
+                self._ledger.finish_revoke(slab_id, now())
+
+    def _keep(self, model: Model, trade: arbiter.ArenaTrade) -> None:
+        """A trade to another domain that came to nothing: the slabs stay in their domain, free."""
+        left = [i for i in trade.slab_ids if i in self._ledger.slabs]
+        for slab_id in left:
+            if self._ledger.slabs[slab_id].state is SlabState.REVOKING:
+                self._ledger.finish_revoke(slab_id, time.monotonic())
+        model.tell_removed(trade)
+
+    async def _cross(self, begun: "list[tuple[Model, arbiter.ArenaTrade, int]]", domains: dict[str, str]) -> list[int]:
+        """Slabs that leave their domain: revoked from every session, destroyed, created anew."""
+        made: list[int] = []
+        for model, trade, _ in begun:
+            if not trade.crosses:
+                continue
+            device = model.ranges[trade.part].device
+            gone = await self._revoke(model, trade)
+            for slab_id in gone:
+                self._ledger.finish_revoke(slab_id, time.monotonic())
+                self._destroy(slab_id)
+            new = [self._ledger.create(device, domains[device], time.monotonic()) for _ in gone]
+            await self._create(new)
+            made += new
+            if len(gone) < len(trade.slab_ids):
+                for slab_id in new:
+                    self._give_up(slab_id)
+                raise Exhausted(
+                    f"{len(trade.slab_ids) - len(gone)} slabs of model {model.model_id} are still held by its"
+                    " clients past the deadline; they are quarantined (see vmmctl status)"
+                )
+        return made
+
+    async def _revoke(self, model: Model, trade: arbiter.ArenaTrade) -> list[int]:
+        """Two phases: ask, wait for the memory to be let go, quarantine what is not. Returns what was."""
+        deadline_s = self._manager.options.revoke_deadline_s
+        revocation = self._ledger.new_id()
+        removed = memory_pb2.SlabsRemoved(
+            range_id=model.ranges[trade.part].range_id,
+            slab_indexes=trade.indexes,
+            revocation_id=revocation,
+            deadline_ms=int(deadline_s * 1000),
+        )
+        asked = list(model.sessions)
+        for session in asked:
+            session.revocations.add(revocation)
+            session.send(memory_pb2.WatchEvent(epoch=self._manager.epoch, slabs_removed=removed))
+        until = time.monotonic() + deadline_s
+        held = list(trade.slab_ids)
+        while held and time.monotonic() < until:
+            await asyncio.sleep(0.002)
+            answered = not any(revocation in s.revocations for s in asked if not s.ended)
+            held = [i for i in held if not self._let_go(i, answered)]
+        holder = next((s.session_id for s in asked if revocation in s.revocations and not s.ended), 0)
+        for slab_id in held:
+            self._ledger.quarantine(slab_id, holder, time.monotonic())
+        return [i for i in trade.slab_ids if i not in held]
+
+    def _let_go(self, slab_id: int, answered: bool) -> bool:
+        held = self._driver.held_elsewhere(self.physical[slab_id])
+        return answered if held is None else not held
+
+    async def _create(self, slab_ids: Sequence[int]) -> None:
+        """Creates physical slabs for ledger entries; on an error those made stay, for `_give_up`."""
+        if not slab_ids:
+            return
+        loop = asyncio.get_running_loop()
+        wanted = [(i, self._ledger.slabs[i].device) for i in slab_ids]
+
+        def work() -> Exception | None:
+            for slab_id, device in wanted:
+                try:
+                    self.physical[slab_id] = self._driver.create(device, self._ledger.devices[device].slab_bytes)
+                except VmmError as error:
+                    return error
+            return None
+
+        error = await loop.run_in_executor(self._manager.executor, work)
+        if error is not None:
+            raise error
+
+    def _give_up(self, slab_id: int) -> None:
+        """Undoes a lease of a plan that failed; a slab that was never made is forgotten."""
+        slab = self._ledger.slabs[slab_id]
+        if slab.state is SlabState.LEASED:
+            self._ledger.begin_revoke(slab_id, time.monotonic())
+            self._ledger.finish_revoke(slab_id, time.monotonic())
+        if slab_id not in self.physical:
+            self._ledger.destroy(slab_id)
+
+    def _destroy(self, slab_id: int) -> None:
+        self._ledger.destroy(slab_id)
+        self._driver.destroy(self.physical.pop(slab_id))
+
+    # Taking back
+
+    def take_back(self, slab_ids: Sequence[int], holder: int) -> None:
+        """Slabs whose user is done with them or dead: FREE once nobody holds them, else quarantined.
+
+        Slabs that are still being created are left to the plan that creates them.
+        Empty ranges without an owner are forgotten on the way. Never fails.
+        """
+        now = time.monotonic()
+        mine = [i for i in slab_ids if self._ledger.slabs[i].state is SlabState.LEASED and i in self.physical]
+        for slab_id in mine:
+            self._ledger.begin_revoke(slab_id, now)
+        held = self._settle(mine)
+        if held:
+            task = asyncio.create_task(self._await_release(held, holder))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._tidy()
+
+    def _settle(self, slab_ids: Sequence[int]) -> list[int]:
+        """Frees those that nobody else holds; returns the others."""
+        held = []
+        for slab_id in slab_ids:
+            if self._driver.held_elsewhere(self.physical[slab_id]):
+                held.append(slab_id)
+            else:
+                self._ledger.finish_revoke(slab_id, time.monotonic())
+        return held
+
+    async def _await_release(self, slab_ids: list[int], holder: int) -> None:
+        until = time.monotonic() + HELD_DEADLINE_S
+        delay = 0.001
+        while slab_ids and time.monotonic() < until:
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, 0.05)
+            slab_ids = self._settle(slab_ids)
+        for slab_id in slab_ids:
+            self._ledger.quarantine(slab_id, holder, time.monotonic())
+        if slab_ids:
+            log.warning("slabs.quarantined", slabs=len(slab_ids), session=holder)
+        self._tidy()
+        self._manager.upkeep.wake()
+
+    def lift_quarantine(self) -> None:
+        """Frees quarantined slabs whose holder has let go."""
+        for device in self._ledger.devices:
+            for slab_id in self._ledger.slabs_in(device, SlabState.QUARANTINED):
+                if not self._driver.held_elsewhere(self.physical[slab_id]):
+                    self._ledger.lift(slab_id, time.monotonic())
+                    log.info("slab.released", slab=slab_id)
+
+    def _tidy(self) -> None:
+        """Forgets empty ranges and sessions that have ended."""
+        manager, ledger = self._manager, self._ledger
+        for record in list(ledger.ranges.values()):
+            owner_gone = (
+                record.owner not in manager.sessions
+                if record.kind is RangeKind.KV
+                else record.owner not in manager.models
+            )
+            if owner_gone and not record.slabs and not self._busy[record.range_id]:
+                ledger.remove_range(record.range_id)
+        for session_id in list(ledger.sessions):
+            if session_id not in manager.sessions and not ledger.session_ranges(session_id):
+                ledger.remove_session(session_id)
+
+
+class _Leases:
+    """Hands slabs to the requests' ranges, lowest empty index first."""
+
+    def __init__(self, ledger: Ledger, requests: Sequence[arbiter.Request]) -> None:
+        self._ledger = ledger
+        self._wanted = {r.range_id: r.slabs for r in requests}
+        self.placed: list[Placed] = []
+
+    def lease(self, slab_id: int, now_s: float) -> None:
+        """Leases a FREE slab to a range of its device and domain that still wants one."""
+        slab = self._ledger.slabs[slab_id]
+        for range_id, count in self._wanted.items():
+            into = self._ledger.ranges[range_id]
+            if count and (into.device, into.domain) == (slab.device, slab.domain):
+                index = into.hole()
+                self._ledger.lease(slab_id, range_id, index, now_s)
+                self._wanted[range_id] -= 1
+                self.placed.append(Placed(range_id, index, slab_id))
+                return
+        raise AssertionError(f"slab {slab_id} was planned for nobody")

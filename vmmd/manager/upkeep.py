@@ -1,0 +1,165 @@
+"""Upkeep: heat, giving slabs back to arenas, quarantine, other programs, stale files.
+
+One task that wakes every quarter of a second, or at once when memory came back.
+"""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import structlog
+from strata_api.v1 import memory_pb2
+
+from vmmd.core import arbiter, heat
+from vmmd.core.ledger import Ledger, RangeRecord, SlabState
+from vmmd.core.residency import Arena
+from vmmd.errors import StaleGeneration, VmmError
+from vmmd.manager.files import check_unchanged
+from vmmd.manager.model import Model
+from vmmd.manager.session import BatchItem, Kind
+
+if TYPE_CHECKING:
+    from vmmd.manager.manager import Manager
+
+log = structlog.get_logger("vmmd.upkeep")
+
+TICK_S = 0.25
+REFILL_BYTES = 64 << 20
+
+
+class Upkeep:
+    """The manager's housekeeping."""
+
+    def __init__(self, manager: "Manager") -> None:
+        self._manager = manager
+        self._woken = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._heat_due_s = 0.0
+
+    def start(self) -> None:
+        """Begins ticking."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Ends it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def wake(self) -> None:
+        """Memory came back: look at once."""
+        self._woken.set()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._tick()
+            except Exception:
+                log.exception("upkeep.failed")
+            try:
+                await asyncio.wait_for(self._woken.wait(), TICK_S)
+            except TimeoutError:
+                pass
+            self._woken.clear()
+
+    async def _tick(self) -> None:
+        manager = self._manager
+        manager.slabs.lift_quarantine()
+        manager.measure()
+        now = time.monotonic()
+        if now >= self._heat_due_s:
+            self._heat_due_s = now + manager.options.heat_interval_s
+            for model in manager.models.values():
+                self.roll_heat(model)
+                self._check_files(model)
+        for model in list(manager.models.values()):
+            if model.movable and model.sessions:
+                await self._give_back(model)
+
+    # Heat
+
+    def refresh_heat(self, model: Model) -> None:
+        """The arena's heat, with what was routed since the interval began."""
+        routed = model.arena.geometry.n_layers * model.arena.geometry.top_k
+        pages = [s.heat[model.model_id] for s in model.sessions if not s.ended]
+        found = [heat.contribution(page.before, page.counts(), routed) for page in pages]
+        fresh = [c for c in found if c is not None]
+        model.arena.heat = heat.decayed(model.heat_before, fresh, self._manager.options.heat_decay)
+
+    def roll_heat(self, model: Model) -> None:
+        """Ends an interval: what was routed in it is decayed from now on."""
+        self.refresh_heat(model)
+        model.heat_before = model.arena.heat
+        for session in model.sessions:
+            page = session.heat[model.model_id]
+            page.before = page.counts()
+
+    # Files
+
+    def _check_files(self, model: Model) -> None:
+        if model.ready.done() and not model.stale:
+            try:
+                check_unchanged(model.files, model.identities)
+            except StaleGeneration as error:
+                model.mark_stale(error.message)
+
+    # Giving back
+
+    async def _give_back(self, model: Model) -> None:
+        """Slabs that nobody needs go to the arena, filled with the hottest experts that are not there."""
+        for p, record in enumerate(model.ranges):
+            sizes = wanted_slabs(model.arena, p)
+            free = self._returnable(record)
+            sizes = sizes[: min(free, record.slabs_max - len(record.slabs))]
+            if sizes:
+                await self._add_slabs(model, p, record, sizes)
+        try:
+            while model.movable and await model.refill(REFILL_BYTES):
+                pass
+        except (VmmError, OSError) as error:
+            log.warning("model.refill_failed", model=model.model_id, why=str(error))
+
+    def _returnable(self, record: RangeRecord) -> int:
+        """Slabs of the range's device that can go to an arena now: none that was traded a moment ago."""
+        ledger = self._manager.ledger
+        return returnable(ledger, record, time.monotonic() - self._manager.options.give_back_delay_s)
+
+    async def _add_slabs(self, model: Model, p: int, record: RangeRecord, sizes: list[int]) -> None:
+        manager = self._manager
+        granted = await manager.slabs.provide([arbiter.Request(record.range_id, len(sizes))])
+        if model.closed:
+            manager.slabs.take_back([x.slab_id for x in granted.placed], 0)
+            return
+        for placed, slot_bytes in zip(granted.placed, sizes, strict=True):
+            model.arena.add_slab(p, placed.index, slot_bytes)
+        for session in model.sessions:
+            items = [BatchItem(Kind.KIND_SLAB, record.range_id, x.index, x.slab_id) for x in granted.placed]
+            try:
+                batch_id = session.add_batch(manager.ledger.new_id(), items)
+            except VmmError:
+                continue  # it reads those experts from their homes
+            added = memory_pb2.SlabsAdded(range_id=record.range_id, batch_id=batch_id)
+            session.send(memory_pb2.WatchEvent(epoch=manager.epoch, slabs_added=added))
+        log.info("arena.grown", model=model.model_id, slabs=len(sizes))
+
+
+def wanted_slabs(arena: Arena, part: int) -> list[int]:
+    """A size class for each slab more that an arena part could fill, the class with most missing heat first."""
+    sizes: list[int] = []
+    empty: dict[int, int] = {}
+    for p in range(len(arena.parts)):
+        for slot_bytes, _ in arena.empty_slots(p):
+            empty[slot_bytes] = empty.get(slot_bytes, 0) + 1
+    for slot_bytes in arena.missing_classes():
+        missing = len(arena.hottest_missing(slot_bytes, arena.geometry.n)) - empty.get(slot_bytes, 0)
+        per_slab = arena.parts[part].slab_bytes // slot_bytes
+        sizes += [slot_bytes] * -(-max(0, missing) // per_slab)
+    return sizes
+
+
+def returnable(ledger: Ledger, record: RangeRecord, traded_before_s: float) -> int:
+    """Free slabs, and slabs to create, that no trade touched since `traded_before_s`."""
+    free = [ledger.slabs[i] for i in ledger.free_slabs(record.device, record.domain)]
+    settled = sum(s.traded_s is None or s.traded_s <= traded_before_s for s in free)
+    foreign = len(ledger.slabs_in(record.device, SlabState.FREE)) - len(free)
+    return settled + (0 if len(free) > settled else foreign + ledger.room_slabs(record.device))

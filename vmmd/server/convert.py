@@ -1,0 +1,50 @@
+"""The one place where wire messages meet the manager's types."""
+
+from collections.abc import Iterable
+
+from strata_api.v1 import memory_pb2
+
+from vmmd.core.geometry import Extent, Stack
+from vmmd.core.ledger import DeviceRecord, Ledger, RangeRecord
+
+
+def stacks(message: memory_pb2.Stacks) -> Iterable[Stack]:
+    """Stacks of experts."""
+    for s in message.stacks:
+        yield Stack(s.layer, s.matrix, s.first_expert, s.count, s.file, s.offset_bytes, s.stride_bytes, s.expert_bytes)
+
+
+def extents(message: memory_pb2.Extents) -> Iterable[Extent]:
+    """Extents of weights."""
+    for e in message.extents:
+        yield Extent(e.file, e.offset_bytes, e.length_bytes)
+
+
+def device(record: DeviceRecord) -> memory_pb2.Device:
+    """A device as a client sees it."""
+    return memory_pb2.Device(
+        uuid=record.uuid,
+        name=record.name,
+        slab_bytes=record.slab_bytes,
+        cap_bytes=record.cap_bytes,
+        is_host=record.is_host,
+    )
+
+
+def range_(ledger: Ledger, record: RangeRecord) -> memory_pb2.Range:
+    """A range to reserve addresses for."""
+    return memory_pb2.Range(
+        range_id=record.range_id,
+        device_uuid=record.device,
+        slab_bytes=ledger.devices[record.device].slab_bytes,
+        slabs_max=record.slabs_max,
+    )
+
+
+def grown(ledger: Ledger, record: RangeRecord) -> memory_pb2.GrownRange:
+    """A K/V range after a growth."""
+    return memory_pb2.GrownRange(
+        range_id=record.range_id,
+        cells=min(record.cells_max, len(record.slabs) * record.cells_per_slab),
+        size_bytes=ledger.held_bytes([record]),
+    )

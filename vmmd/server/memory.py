@@ -1,0 +1,148 @@
+"""The `Memory` service."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from strata_api.v1 import memory_pb2, memory_pb2_grpc
+
+from vmmd.core import geometry
+from vmmd.errors import InvalidRequest, LeaseRevoked, VmmError
+from vmmd.manager import Manager
+from vmmd.manager.session import Session
+from vmmd.server import convert
+from vmmd.server.rpc import Context, streaming, token_of, unary
+
+PROGRESS_S = 0.1
+STACKS_MAX = 3 * geometry.EXPERTS_MAX
+
+
+class Memory(memory_pb2_grpc.MemoryServicer):
+    """Handlers: find the session, translate, call the manager, translate back."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+
+    def _session(self, context: Context) -> Session:
+        return self._manager.by_token(token_of(context))
+
+    @unary
+    async def ListDevices(
+        self, request: memory_pb2.ListDevicesRequest, context: Context
+    ) -> memory_pb2.ListDevicesReply:
+        self._session(context)
+        devices = [convert.device(d) for d in self._manager.ledger.devices.values()]
+        return memory_pb2.ListDevicesReply(epoch=self._manager.epoch, devices=devices)
+
+    @streaming
+    async def OpenModel(
+        self, requests: AsyncIterator[memory_pb2.OpenModelRequest], context: Context
+    ) -> AsyncIterator[memory_pb2.OpenModelEvent]:
+        session = self._session(context)
+        begin: memory_pb2.Begin | None = None
+        stacks: list[geometry.Stack] = []
+        weights: list[geometry.Extent] = []
+        async for request in requests:
+            part = request.WhichOneof("part")
+            if (part == "begin") != (begin is None):
+                raise InvalidRequest("an OpenModel stream starts with one Begin, then come Stacks and Extents")
+            if part == "begin":
+                begin = request.begin
+            elif part == "stacks":
+                stacks += convert.stacks(request.stacks)
+            elif part == "weights":
+                weights += convert.extents(request.weights)
+            if len(stacks) > STACKS_MAX or len(weights) > geometry.EXTENTS_MAX:
+                raise InvalidRequest(f"geometry: more than {STACKS_MAX} stacks or {geometry.EXTENTS_MAX} extents")
+        if begin is None:
+            raise InvalidRequest("an OpenModel stream starts with a Begin; it was empty")
+        shape = begin.n_layers, begin.n_experts, begin.top_k
+        model, shared = await self._manager.open_model(
+            session, begin.files_id, begin.name, begin.device_uuids, shape, stacks, weights
+        )
+        while not model.ready.done():
+            await asyncio.wait([model.ready], timeout=PROGRESS_S)
+            if model.total_bytes:
+                progress = memory_pb2.Progress(filled_bytes=model.filled_bytes, total_bytes=model.total_bytes)
+                yield memory_pb2.OpenModelEvent(progress=progress)
+        model.ready.result()
+        if session.ended:
+            raise LeaseRevoked("the session ended while it opened a model")
+        ledger = self._manager.ledger
+        yield memory_pb2.OpenModelEvent(
+            opened=memory_pb2.Opened(
+                epoch=self._manager.epoch,
+                model_id=model.model_id,
+                attachment=session.attachment(model),
+                weights=convert.range_(ledger, model.weights),
+                arena=[convert.range_(ledger, r) for r in model.ranges],
+                homes=convert.range_(ledger, model.homes),
+                batch_id=self._manager.grant_model(session, model),
+                shared=shared,
+            )
+        )
+
+    @unary
+    async def CloseModel(self, request: memory_pb2.CloseModelRequest, context: Context) -> memory_pb2.CloseModelReply:
+        self._manager.close_model(self._session(context), request.model_id)
+        return memory_pb2.CloseModelReply(epoch=self._manager.epoch)
+
+    @unary
+    async def CreateRange(
+        self, request: memory_pb2.CreateRangeRequest, context: Context
+    ) -> memory_pb2.CreateRangeReply:
+        record = self._manager.create_range(
+            self._session(context), request.device_uuid, request.model_id, request.cells_per_slab, request.cells_max
+        )
+        return memory_pb2.CreateRangeReply(
+            epoch=self._manager.epoch, range=convert.range_(self._manager.ledger, record)
+        )
+
+    @unary
+    async def GrowRanges(self, request: memory_pb2.GrowRangesRequest, context: Context) -> memory_pb2.GrowRangesReply:
+        growths = [(g.range_id, g.cells) for g in request.growths]
+        granted = await self._manager.grow(self._session(context), growths)
+        return memory_pb2.GrowRangesReply(
+            epoch=self._manager.epoch,
+            batch_id=granted.batch_id,
+            ranges=[convert.grown(self._manager.ledger, r) for r in granted.ranges],
+            free_slabs=granted.free_slabs,
+            trades=granted.trades,
+        )
+
+    @unary
+    async def ShrinkRange(
+        self, request: memory_pb2.ShrinkRangeRequest, context: Context
+    ) -> memory_pb2.ShrinkRangeReply:
+        record = await self._manager.shrink(self._session(context), request.range_id, request.cells)
+        cells = convert.grown(self._manager.ledger, record).cells
+        return memory_pb2.ShrinkRangeReply(epoch=self._manager.epoch, cells=cells)
+
+    @streaming
+    async def Watch(
+        self, requests: AsyncIterator[memory_pb2.WatchRequest], context: Context
+    ) -> AsyncIterator[memory_pb2.WatchEvent]:
+        session = self._session(context)
+        if session.watcher is not None:
+            raise InvalidRequest("this session has a watch stream already")
+        woken = asyncio.Event()
+        session.watcher = woken.set
+        reader = asyncio.create_task(self._read_answers(session, requests))
+        try:
+            while not session.ended and not reader.done():
+                while session.events:
+                    yield session.events.popleft()
+                woken.clear()
+                if not session.events and not session.ended:
+                    wake = asyncio.create_task(woken.wait())
+                    await asyncio.wait([wake, reader], return_when=asyncio.FIRST_COMPLETED)
+                    wake.cancel()
+        finally:
+            session.watcher = None
+            reader.cancel()
+
+    async def _read_answers(self, session: Session, requests: AsyncIterator[memory_pb2.WatchRequest]) -> None:
+        async for request in requests:
+            try:
+                self._manager.released(session, request.released_revocation_id)
+            except VmmError:
+                continue  # an answer to nothing harms nobody

@@ -1,0 +1,109 @@
+"""The snapshot behind `vmmctl status`: taken in one go, so that its sums add up."""
+
+import os
+import pwd
+import time
+from collections.abc import Iterator
+from importlib import metadata
+
+from strata_api.v1 import admin_pb2, pages
+
+from vmmd.core.ledger import DeviceRecord, RangeKind, SlabState
+from vmmd.manager import Manager
+from vmmd.manager.model import Model
+from vmmd.manager.session import Session
+
+SESSIONS_A_PART = 100
+
+
+def parts(manager: Manager) -> Iterator[admin_pb2.StatusPart]:
+    """The snapshot in parts of at most 100 sessions."""
+    now = time.monotonic()
+    sessions = [_session(manager, s, now) for s in manager.sessions.values()]
+    yield admin_pb2.StatusPart(
+        daemon=admin_pb2.DaemonStatus(
+            epoch=manager.epoch,
+            pid=os.getpid(),
+            version=metadata.version("strata-vmm"),
+            driver=manager.driver.name,
+            uptime_s=now - manager.started_s,
+            draining=manager.draining,
+        ),
+        devices=[_device(manager, d) for d in manager.ledger.devices.values()],
+        models=[_model(manager, m) for m in manager.models.values()],
+        sessions=sessions[:SESSIONS_A_PART],
+    )
+    for i in range(SESSIONS_A_PART, len(sessions), SESSIONS_A_PART):
+        yield admin_pb2.StatusPart(sessions=sessions[i : i + SESSIONS_A_PART])
+
+
+def _device(manager: Manager, record: DeviceRecord) -> admin_pb2.DeviceStatus:
+    sums = manager.ledger.bytes_by_kind(record.uuid)
+    free_slabs = sums[SlabState.FREE]
+    return admin_pb2.DeviceStatus(
+        uuid=record.uuid,
+        name=record.name,
+        is_host=record.is_host,
+        slab_bytes=record.slab_bytes,
+        total_bytes=record.total_bytes,
+        cap_bytes=record.cap_bytes,
+        free_bytes=free_slabs + manager.ledger.room_slabs(record.uuid) * record.slab_bytes,
+        kv_bytes=sums[RangeKind.KV],
+        experts_bytes=sums[RangeKind.ARENA] + sums[RangeKind.HOMES],
+        weights_bytes=sums[RangeKind.WEIGHTS],
+        revoking_bytes=sums[SlabState.REVOKING],
+        quarantined_bytes=sums[SlabState.QUARANTINED],
+        unmanaged_bytes=record.unmanaged_bytes,
+        free_slab_bytes=free_slabs,
+        state="failed" if record.failed else "ok",
+    )
+
+
+def _model(manager: Manager, model: Model) -> admin_pb2.ModelStatus:
+    arena = model.arena
+    return admin_pb2.ModelStatus(
+        model_id=model.model_id,
+        name=model.name,
+        uid=model.sessions[0].record.uid if model.sessions else 0,
+        domain=arena.domain,
+        experts=arena.geometry.n,
+        resident=int(arena.resident.sum()),
+        homes=int(arena.home_ready.sum()),
+        slots=arena.slots,
+        heat_covered=arena.heat_covered(),
+        weights_bytes=manager.ledger.held_bytes([model.weights]),
+        experts_bytes=manager.ledger.held_bytes(model.ranges),
+        sessions=len(model.sessions),
+        generation=model.table.generation,
+        stale=model.stale,
+        stuck_pids=model.stuck_pids,
+    )
+
+
+def _session(manager: Manager, session: Session, now: float) -> admin_pb2.SessionStatus:
+    record = session.record
+    ranges = manager.ledger.session_ranges(record.session_id)
+    models = [m.model_id for m in session.attached if m is not None]
+    slabs = manager.ledger.slabs.values()
+    quarantined = [s for s in slabs if s.holder == record.session_id]
+    return admin_pb2.SessionStatus(
+        session_id=record.session_id,
+        pid=record.pid,
+        uid=record.uid,
+        user=_user(record.uid),
+        executable=record.executable,
+        kv_cells=sum(len(r.slabs) * r.cells_per_slab for r in ranges),
+        kv_bytes=manager.ledger.held_bytes(ranges),
+        age_s=now - record.started_s,
+        state=session.state(),
+        quarantined_bytes=sum(manager.ledger.devices[s.device].slab_bytes for s in quarantined),
+        model_ids=models,
+        kv_cells_used=min(sum(session.line(i)[pages.WORD_CELLS] for i, m in enumerate(session.attached) if m), 1 << 62),
+    )
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
