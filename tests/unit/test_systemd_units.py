@@ -74,6 +74,17 @@ def test_program_is_found_beside_the_unit(prefix: Path) -> None:
 
 
 @needs_systemd_analyze
+def test_program_is_found_through_a_link(prefix: Path) -> None:
+    """A unit that is linked into systemd's own directory still finds the program in its prefix."""
+    linked = prefix / "etc" / "vmmd.service"
+    linked.parent.mkdir()
+    linked.symlink_to(prefix / "lib/systemd/system/vmmd.service")
+    (prefix / "bin/vmmd").unlink()
+    result = analyze("verify", str(linked))
+    assert f"{prefix}/lib/systemd/system/../../../bin/vmmd is not executable" in result.stderr
+
+
+@needs_systemd_analyze
 def test_exposure(prefix: Path) -> None:
     """systemd rates the service's exposure 2.0 or better, without a user namespace."""
     result = analyze("security", "--offline=true", "--no-pager", str(prefix / "lib/systemd/system/vmmd.service"))
