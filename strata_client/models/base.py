@@ -6,6 +6,7 @@ them on plain files and arrays.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,7 +24,8 @@ class ModelError(Exception):
     """
 
 
-class ExpertStack(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ExpertStack:
     """`count` experts of one layer's matrix, at equal distances in one file."""
 
     layer: int

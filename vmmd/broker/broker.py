@@ -68,8 +68,8 @@ class Broker:
         self._use_peer_pidfd = use_peer_pidfd
         self._connections: set[_Connection] = set()
         self._loop = asyncio.get_running_loop()
-        self.admins: dict[str, identity.Peer] = {}
-        """Tokens of vmmctl's connections, and who they are."""
+        self.admins: dict[str, int] = {}
+        """User ids by the tokens of vmmctl's connections."""
 
     def start(self) -> None:
         """Begins accepting."""
@@ -263,7 +263,7 @@ class Broker:
         peer = connection.peer
         if hello.role == broker_pb2.ROLE_ADMIN:
             connection.admin = secrets.token_hex(32)
-            self.admins[connection.admin] = peer
+            self.admins[connection.admin] = peer.uid
             welcome = broker_pb2.Welcome(epoch=self._manager.epoch, token=connection.admin)
             fds: list[int] = []
         elif hello.role == broker_pb2.ROLE_CLIENT:

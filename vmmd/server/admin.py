@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Collection, Mapping
 import structlog
 from strata_api.v1 import admin_pb2, admin_pb2_grpc
 
-from vmmd.broker.identity import Peer
 from vmmd.errors import PermissionDenied
 from vmmd.manager import Manager
 from vmmd.server import status
@@ -17,16 +16,16 @@ log = structlog.get_logger("vmmd.admin")
 class Admin(admin_pb2_grpc.AdminServicer):
     """Anyone who may connect may look; `admin_uids` may drain."""
 
-    def __init__(self, manager: Manager, admins: Mapping[str, Peer], admin_uids: Collection[int]) -> None:
+    def __init__(self, manager: Manager, admins: Mapping[str, int], admin_uids: Collection[int]) -> None:
         self._manager = manager
         self._admins = admins
         self._admin_uids = admin_uids
 
-    def _caller(self, context: Context) -> Peer:
-        peer = self._admins.get(token_of(context))
-        if peer is None:
+    def _caller(self, context: Context) -> int:
+        uid = self._admins.get(token_of(context))
+        if uid is None:
             raise PermissionDenied("this token is no administrator connection's; connect to the broker again")
-        return peer
+        return uid
 
     @streaming
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> AsyncIterator[admin_pb2.StatusPart]:
@@ -37,10 +36,10 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
     @unary
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainReply:
-        peer = self._caller(context)
-        if peer.uid not in self._admin_uids:
+        uid = self._caller(context)
+        if uid not in self._admin_uids:
             raise PermissionDenied(
-                f"user {peer.uid} may not drain this vmmd; root, the daemon's own user and admin_users may"
+                f"user {uid} may not drain this vmmd; root, the daemon's own user and admin_users may"
             )
-        log.info("daemon.draining", by_uid=peer.uid, by_pid=peer.pid)
+        log.info("daemon.draining", by_uid=uid)
         return admin_pb2.DrainReply(sessions=self._manager.drain())

@@ -8,7 +8,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from strata_api.v1 import admin_pb2, admin_pb2_grpc, memory_pb2, memory_pb2_grpc
 
-from vmmd.broker.identity import Peer
 from vmmd.errors import Unavailable
 from vmmd.manager import Manager
 from vmmd.server.admin import Admin
@@ -20,7 +19,7 @@ MESSAGE_BYTES_MAX = 4 << 20
 class Server:
     """Binds `path` itself: gRPC in Python cannot adopt a socket."""
 
-    def __init__(self, manager: Manager, path: Path, admins: Mapping[str, Peer], admin_uids: Collection[int]) -> None:
+    def __init__(self, manager: Manager, path: Path, admins: Mapping[str, int], admin_uids: Collection[int]) -> None:
         self._path = path
         options = [
             ("grpc.so_reuseport", 0),
