@@ -71,7 +71,7 @@ def _memory_lines(model: Qwen3Moe) -> Iterator[str]:
     yield f"weights: {_size(sum(extent.length_bytes for extent in model.weight_extents()))} besides the experts"
     yield f"expert: {_size(min(sizes))}" + (f" to {_size(max(sizes))}" if min(sizes) < max(sizes) else "")
     yield f"experts in all: {len(experts)}, {_size(sum(sizes))}"
-    yield f"K/V: {_size(model.kv_cell_bytes)} a token in float32, {_size(model.kv_cell_bytes // 2)} in float16"
+    yield f"K/V: {_size(model.kv_cell_bytes)} a token in float32"
     classes = Counter(sum(-(-size // MATRIX_ALIGNMENT_BYTES) * MATRIX_ALIGNMENT_BYTES for size in e) for e in experts)
     for slot_bytes, count in sorted(classes.items()):
         yield f"slots of {_size(slot_bytes)} for {count} experts:"

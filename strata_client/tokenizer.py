@@ -122,7 +122,8 @@ class Tokenizer:
                 raise ModelError(f"the model's prompts begin with a BOS token, but {_P}bos_token_id is missing")
 
         added = self._control | self._user
-        vocabulary = {token: i for i, token in enumerate(self._tokens) if i not in added}
+        # Bytes stay, also where one of them ends a text.
+        vocabulary = {token: i for i, token in enumerate(self._tokens) if i not in added or len(token) == 1}
         self._bpe = _build_bpe(vocabulary, merges, split)
         self._user_ids = {self._tokens[i]: i for i in self._user}
         self._added_ids = self._user_ids | {self._tokens[i]: i for i in self._control}
