@@ -6,6 +6,7 @@ of transformers' `Qwen3MoeForCausalLM` with `norm_topk_prob`.
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -89,7 +90,7 @@ class Qwen3Moe:
             if run is not None and run.file == tensor.file and run.expert_bytes == size_bytes:
                 stride_bytes = run.stride_bytes if run.count > 1 else offset_bytes - run.offset_bytes
                 if stride_bytes > 0 and offset_bytes == run.offset_bytes + run.count * stride_bytes:
-                    run = run._replace(count=run.count + 1, stride_bytes=stride_bytes)
+                    run = replace(run, count=run.count + 1, stride_bytes=stride_bytes)
                     continue
             if run is not None:
                 yield run
