@@ -178,9 +178,7 @@ class Broker:
         if reply.WhichOneof("kind") == "challenge":
             _close_all(fds)
             hello.nonce = reply.challenge.nonce
-            credentials = struct.pack("iII", os.getpid(), os.getuid(), os.getgid())
-            ancillary = [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, credentials)]
-            reply, fds = self._ask(wire.BrokerRequest(hello=hello), ancillary, "welcome")
+            reply, fds = self._ask(wire.BrokerRequest(hello=hello), [], "welcome")
         if fds:
             self.page_fd = fds[0]
             _close_all(fds[1:])
@@ -189,6 +187,10 @@ class Broker:
     def _ask(
         self, request: wire.BrokerRequest, ancillary: Sequence[tuple[int, int, bytes]], *expected: str
     ) -> tuple[wire.BrokerReply, list[int]]:
+        # Credentials are sent, not left to the kernel to add: it adds none to a packet
+        # that is under way before the daemon has asked for them.
+        credentials = struct.pack("iII", os.getpid(), os.getuid(), os.getgid())
+        ancillary = [*ancillary, (socket.SOL_SOCKET, socket.SCM_CREDENTIALS, credentials)]
         try:
             self._sock.sendmsg([request.SerializeToString()], ancillary)
             data, fds, truncated = self._receive()

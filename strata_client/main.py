@@ -337,6 +337,7 @@ def _exit_code(say: Callable[[str], None]) -> int:
 
     try:
         cli.main(prog_name=PROGRAM, standalone_mode=False)
+        return 0
     except Stopped as stopped:
         return stopped.exit_code
     except (KeyboardInterrupt, click.Abort):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.helpers.daemon import running_daemon, vmmctl, wait_until
 
+LONG = ("--temperature", "3", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--seed", "7", "--max-tokens", "2000")
 PARTS = ("kv", "experts", "weights", "free_slab", "revoking", "quarantined", "unmanaged")
 
 
@@ -23,7 +24,7 @@ def test_no_daemon_is_one_line_and_exit_3(tmp_path: Path) -> None:
 def test_status_adds_up_while_a_client_runs() -> None:
     """What a device's slabs are used for adds up within its total, and the session shows its cells."""
     with running_daemon() as daemon:
-        process = daemon.start_generate("Once upon a time", "--temperature", "1", "--max-tokens", "2000")
+        process = daemon.start_generate("Once upon a time", *LONG)
         status = daemon.status()
         process.send_signal(signal.SIGINT)
         process.communicate()
@@ -54,7 +55,7 @@ def test_status_is_a_table_for_people() -> None:
 def test_drain_refuses_new_sessions_and_ends_the_daemon() -> None:
     """A draining daemon takes no new session and leaves when the last one has ended."""
     with running_daemon() as daemon:
-        process = daemon.start_generate("Once upon a time", "--temperature", "1", "--max-tokens", "2000")
+        process = daemon.start_generate("Once upon a time", *LONG)
         done = vmmctl("drain", "--socket", os.fspath(daemon.directory))
         assert (done.returncode, done.stdout) == (0, b"draining: waits for 1 sessions\n"), done.stderr
         refused = daemon.generate("go", "--max-tokens", "1")
