@@ -187,7 +187,7 @@ def _build_bpe(vocabulary: dict[str, int], merges: list[str], split: _Split) -> 
         first, _, second = merge.partition(" ")
         if not first or not second or " " in second:
             raise ModelError(f"{_P}merges: {_shown(merge)!r} is not two tokens with a space between them")
-        if vocabulary.keys() >= {first, second, first + second}:  # the others make no token
+        if first + second in vocabulary and first in vocabulary and second in vocabulary:  # the others make no token
             pairs.append((first, second))
     lacking = [byte for byte, char in _byte_spellings().items() if char not in vocabulary]
     if lacking:

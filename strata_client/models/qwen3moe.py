@@ -134,7 +134,8 @@ class Qwen3Moe:
             all_logits: for each token, not only for the last.
 
         Returns:
-            Logits float32 `[n_vocab]`, or `[n, n_vocab]`. Ids that the vocabulary has no token for are -inf.
+            Logits float32 `[n_vocab]`, or `[n, n_vocab]`. Ids that the vocabulary has no token for are -inf;
+            weights that are not finite make logits that are not.
 
         Raises:
             ModelError: a token is not below `n_vocab`.
@@ -142,16 +143,25 @@ class Qwen3Moe:
         params = self.params
         if tokens.min() < 0 or tokens.max() >= params.n_vocab:
             raise ModelError(f"token {tokens.max()} does not exist: the model has {params.n_vocab}")
-        table = self._tensors["token_embd.weight"]
-        x = embedding(tokens, memory.weight(table.name).reshape(params.n_vocab, -1), table.type)
-        for layer in range(params.n_layers):
-            x = x + self._attention(layer, x, position, memory, cache)
-            x = x + self._mixture(layer, x, memory, prompt)
-        x = x if all_logits else x[-1:]
-        x = rms_norm(x, self._weight(memory, "output_norm.weight"), params.rms_eps)
-        logits = matmul(x, self._weight(memory, table.name if self.tied_output else "output.weight"))
-        logits[:, params.n_tokens :] = -np.inf
+        with np.errstate(over="ignore", invalid="ignore"):  # damaged weights show in the logits
+            x = self._embedding(tokens, memory)
+            for layer in range(params.n_layers):
+                x = x + self._attention(layer, x, position, memory, cache)
+                x = x + self._mixture(layer, x, memory, prompt)
+            logits = self._logits(x if all_logits else x[-1:], memory)
         return logits if all_logits else logits[0]
+
+    def _embedding(self, tokens: I32, memory: Memory) -> F32:
+        """Rows of the embedding, float32 `[n, d_model]`."""
+        table = self._tensors["token_embd.weight"]
+        return embedding(tokens, memory.weight(table.name).reshape(self.params.n_vocab, -1), table.type)
+
+    def _logits(self, x: F32, memory: Memory) -> F32:
+        """Scores of all ids, float32 `[n, n_vocab]`."""
+        x = rms_norm(x, self._weight(memory, "output_norm.weight"), self.params.rms_eps)
+        logits = matmul(x, self._weight(memory, "token_embd.weight" if self.tied_output else "output.weight"))
+        logits[:, self.params.n_tokens :] = -np.inf
+        return logits
 
     def _attention(self, layer: int, x: F32, position: int, memory: Memory, cache: KVCache) -> F32:
         """Attention of one layer, float32 `[n, d_model]`."""

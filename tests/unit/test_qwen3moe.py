@@ -251,6 +251,13 @@ def test_rows_without_a_token_are_ruled_out() -> None:
         assert np.isfinite(logits[:, :259]).all()
 
 
+def test_damaged_weights(tmp_path: Path) -> None:
+    """Weights that are not finite show in the logits, without a warning."""
+    tensors = [t._replace(data=b"\xff" * len(t.data)) if "ffn_down" in t.name else t for t in small_tensors()]
+    with built(tmp_path, small_keys(), tensors) as (model, memory):
+        assert np.isnan(model.forward(np.int32([1]), 0, memory, ArrayCache(model, 1), prompt=True)).all()
+
+
 def test_token_that_does_not_exist(tmp_path: Path) -> None:
     """A token beyond the embedding is refused with both numbers."""
     built_model = built(tmp_path, small_keys(), small_tensors())
