@@ -5,6 +5,7 @@ import mmap
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,7 +27,8 @@ from vmmd.manager import Manager
 from vmmd.manager.manager import Options
 from vmmd.server.server import Server
 
-STOP_GRACE_S = 0.3
+STOP_GRACE_S = 0.2
+LEAVE_DEADLINE_S = 0.8
 """SIGTERM leaves within a second, interpreter included."""
 
 
@@ -142,6 +144,9 @@ async def _serve(config: configuration.Config, explicit_dir: Path | None, privat
             print("ready", flush=True)
 
         reason = await why
+        overdue = threading.Timer(LEAVE_DEADLINE_S, os._exit, [0])  # a read that hangs holds nobody up
+        overdue.daemon = True
+        overdue.start()
         logger.info("daemon.leaving", why=reason)
         notifier.stopping()
         watchdog.cancel()

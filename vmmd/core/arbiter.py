@@ -15,7 +15,7 @@ takes them out of others' reach (`Ledger.begin_revoke`) before it does anything
 that takes time, so checking and taking are one step.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -100,15 +100,20 @@ def plan(
     Requests of one device are met together. `keep_models` are not touched.
     """
     by_device: dict[tuple[str, str], int] = {}
+    owners = set()  # an arena that asks gives nothing to itself
     for request in requests:
         into = ledger.ranges[request.range_id]
+        owners.add(into.owner)
         key = into.device, into.domain
         by_device[key] = by_device.get(key, 0) + request.slabs
-    usable = [m for m in models if m.movable and m.arena.model_id not in keep_models]
+    usable = [m for m in models if m.movable and m.arena.model_id not in {*keep_models, *owners}]
+    spare = {m.arena.model_id: _spare_slots(m.arena, ledger) for m in usable}
     plans: list[DevicePlan] = []
     short: list[tuple[DevicePlan, int]] = []
     for (device, domain), count in by_device.items():
-        made = _plan_device(ledger, usable, device, domain, count)
+        if ledger.devices[device].failed:
+            raise refusal(ledger, models, device, domain, count, f"{device} has failed")
+        made = _plan_device(ledger, usable, spare, device, domain, count)
         plans.append(made)
         missing = count - made.slabs
         if missing > 0:
@@ -119,8 +124,8 @@ def plan(
     for made, missing in short:
         idle = _idle_models(ledger, usable, made)
         live = [m for m in usable if m.idle_since_s is None]
-        foreign = _trades(live, ledger, made.device, missing, made.domain, crosses=True)
-        if sum(idle.values()) + sum(len(t.slab_ids) for t in foreign) < missing:
+        foreign = _trades(live, ledger, spare, made.device, missing, made.domain, crosses=True)
+        if _obtainable(ledger, usable, made, idle, sum(len(t.slab_ids) for t in foreign)) < missing:
             raise refusal(ledger, models, made.device, made.domain, by_device[made.device, made.domain])
         drop = drop or next(iter(idle), None)
         made.trades += foreign
@@ -130,29 +135,61 @@ def plan(
 
 def free_for(ledger: Ledger, device: str, domain: str) -> int:
     """Slabs that a domain can have on a device without anybody giving something."""
-    free = len(ledger.slabs_in(device, SlabState.FREE))
-    return free + ledger.room_slabs(device)
+    if ledger.devices[device].failed:
+        return 0
+    own = len(ledger.free_slabs(device, domain))
+    foreign = len(ledger.slabs_in(device, SlabState.FREE)) - own
+    return own + max(0, ledger.balance_slabs(device) + foreign)
 
 
-def _plan_device(ledger: Ledger, models: Sequence[Holder], device: str, domain: str, count: int) -> DevicePlan:
-    made = DevicePlan(device, domain, reuse=ledger.free_slabs(device, domain)[:count])
-    made.create = min(count - made.slabs, ledger.room_slabs(device))
-    foreign = ledger.slabs_in(device, SlabState.FREE) - set(ledger.free_slabs(device, domain))
-    made.destroy = sorted(foreign)[: count - made.slabs]
-    made.create += len(made.destroy)
+def _plan_device(
+    ledger: Ledger, models: Sequence[Holder], spare: dict[int, int], device: str, domain: str, count: int
+) -> DevicePlan:
+    own = ledger.free_slabs(device, domain)
+    made = DevicePlan(device, domain, reuse=own[:count])
+    foreign = sorted(ledger.slabs_in(device, SlabState.FREE) - set(own))
+    balance = ledger.balance_slabs(device)
+    made.create = max(0, min(count - made.slabs, balance + len(foreign)))
+    if made.create > balance:
+        made.destroy = foreign[: made.create - balance] if made.create else []
     if made.slabs < count:
-        made.trades = _trades(models, ledger, device, count - made.slabs, domain, crosses=False)
+        made.trades = _trades(models, ledger, spare, device, count - made.slabs, domain, crosses=False)
     return made
 
 
+def _obtainable(ledger: Ledger, models: Sequence[Holder], made: DevicePlan, idle: dict[int, int], cross: int) -> int:
+    """Slabs that idle models and `cross` slabs of other domains would yield beside what the plan has.
+
+    Where a device has more slabs than its cap allows by now, some that are destroyed
+    are not created anew.
+    """
+    domains = {m.arena.model_id: m.arena.domain for m in models}
+    own_idle = sum(slabs for model_id, slabs in idle.items() if domains[model_id] == made.domain)
+    foreign_idle = sum(idle.values()) - own_idle
+    debt = _debt_slabs(ledger, made)
+    return own_idle + (foreign_idle + cross - debt if foreign_idle >= debt else 0)
+
+
+def _debt_slabs(ledger: Ledger, made: DevicePlan) -> int:
+    """Slabs to destroy before one can be created, beside other domains' free ones."""
+    own = len(ledger.free_slabs(made.device, made.domain))
+    foreign = len(ledger.slabs_in(made.device, SlabState.FREE)) - own
+    return max(0, -(ledger.balance_slabs(made.device) + foreign))
+
+
 def _idle_models(ledger: Ledger, models: Sequence[Holder], made: DevicePlan) -> dict[int, int]:
-    """Slabs on a plan's device by idle model, the longest idle first, beside what the plan takes already."""
+    """Slabs on a plan's device by idle model, the longest idle first, beside what the plan takes already.
+
+    A model that a trade is under way with is left alone until it is over.
+    """
     taken = {slab_id for trade in made.trades for slab_id in trade.slab_ids}
     found: dict[int, int] = {}
     for holder in sorted((m for m in models if m.idle_since_s is not None), key=lambda m: m.idle_since_s or 0.0):
         model_id = holder.arena.model_id
-        ranges = [r for r in ledger.ranges.values() if r.owner == model_id and r.device == made.device]
-        slabs = {i for r in ranges if r.kind is not RangeKind.KV for i in r.slabs.values()} - taken
+        ranges = [r for r in ledger.ranges.values() if r.owner == model_id]
+        if any(ledger.slabs[i].state is SlabState.REVOKING for r in ranges for i in r.slabs.values()):
+            continue
+        slabs = {i for r in ranges if r.device == made.device for i in r.slabs.values()} - taken
         if slabs:
             found[model_id] = len(slabs)
     return found
@@ -161,6 +198,7 @@ def _idle_models(ledger: Ledger, models: Sequence[Holder], made: DevicePlan) -> 
 @dataclass(frozen=True, slots=True, order=True)
 class _Candidate:
     heat: float
+    experts: int
     model: int  # index in the list of models
     part: int
     index: int
@@ -168,53 +206,75 @@ class _Candidate:
     slots: int
 
 
+def _spare_slots(arena: Arena, ledger: Ledger) -> int:
+    """Slots that an arena can give; those of slabs on their way out count as given."""
+    staying = sum(len(arena.parts[p].slabs[i].occupants) for p, i, _ in _leased(arena, ledger))
+    return staying - arena.floor_slots
+
+
+def _leased(arena: Arena, ledger: Ledger) -> Iterator[tuple[int, int, int]]:
+    """(part, index, slab id) of an arena's slabs that no trade is under way with."""
+    for p, part in enumerate(arena.parts):
+        of_range = ledger.ranges[part.range_id].slabs
+        for index in part.slabs:
+            if ledger.slabs[of_range[index]].state is SlabState.LEASED:
+                yield p, index, of_range[index]
+
+
 def _trades(
-    models: Sequence[Holder], ledger: Ledger, device: str, count: int, domain: str, *, crosses: bool
+    models: Sequence[Holder],
+    ledger: Ledger,
+    spare: dict[int, int],
+    device: str,
+    count: int,
+    domain: str,
+    *,
+    crosses: bool,
 ) -> list[ArenaTrade]:
-    """Up to `count` slabs of arenas on a device, the coldest first, floors respected."""
+    """Up to `count` slabs of arenas on a device, the coldest first, floors respected.
+
+    `spare` is what each model can still give, on all devices; what is chosen here is
+    taken from it.
+    """
     candidates = [
         candidate
         for m, holder in enumerate(models)
         if (holder.arena.domain != domain) == crosses
-        for p, part in enumerate(holder.arena.parts)
-        if part.device == device
-        for candidate in _candidates(holder.arena, m, p, ledger)
+        for candidate in _candidates(holder.arena, m, device, ledger)
     ]
-    spare = [m.arena.slots - m.arena.floor_slots for m in models]
     chosen: dict[tuple[int, int], list[_Candidate]] = {}
     taken = 0
     for candidate in sorted(candidates):
         if taken == count:
             break
-        if spare[candidate.model] >= candidate.slots:
-            spare[candidate.model] -= candidate.slots
+        model_id = models[candidate.model].arena.model_id
+        if spare[model_id] >= candidate.slots:
+            spare[model_id] -= candidate.slots
             chosen.setdefault((candidate.model, candidate.part), []).append(candidate)
             taken += 1
-    return [_trade(models[m].arena, p, victims, crosses=crosses) for (m, p), victims in chosen.items()]
+    return [_trade(models[m].arena, ledger, p, victims, crosses=crosses) for (m, p), victims in chosen.items()]
 
 
-def _candidates(arena: Arena, model: int, p: int, ledger: Ledger) -> list[_Candidate]:
-    """Slabs of a part that can be given: leased, nothing busy in them, every expert with a home."""
-    part = arena.parts[p]
-    of_range = ledger.ranges[part.range_id].slabs
+def _candidates(arena: Arena, model: int, device: str, ledger: Ledger) -> list[_Candidate]:
+    """Slabs on a device that can be given: leased, nothing busy in them, every expert with a home."""
     found = []
-    for index, slab in part.slabs.items():
-        slab_id = of_range[index]
-        if ledger.slabs[slab_id].state is not SlabState.LEASED or (slab.occupants == BUSY).any():
+    for p, index, slab_id in _leased(arena, ledger):
+        slab = arena.parts[p].slabs[index]
+        if arena.parts[p].device != device or (slab.occupants == BUSY).any():
             continue
         experts = slab.experts()
         if arena.home_ready[experts].all():
             heat = float(arena.heat[experts].sum())
             # equal heat: the fewest experts leave, then the last slab of the range
-            found.append(_Candidate(heat, model, p, -index, slab_id, len(slab.occupants)))
+            found.append(_Candidate(heat, len(experts), model, p, -index, slab_id, len(slab.occupants)))
     return found
 
 
-def _trade(arena: Arena, p: int, victims: Sequence[_Candidate], *, crosses: bool) -> ArenaTrade:
+def _trade(arena: Arena, ledger: Ledger, p: int, victims: Sequence[_Candidate], *, crosses: bool) -> ArenaTrade:
     """The moves that keep the hotter experts: the hottest of the victims to the coldest that stay."""
     part = arena.parts[p]
     indexes = [-v.index for v in victims]
-    leaving = set(indexes)
+    leaving = set(part.slabs) - {index for q, index, _ in _leased(arena, ledger) if q == p} | set(indexes)
     moves: list[Move] = []
     evicted: list[int] = []
     for slot_bytes in {part.slabs[i].slot_bytes for i in indexes}:

@@ -15,9 +15,10 @@ from strata_api.v1 import pages
 def is_behind(line: Sequence[int], generation: int) -> bool:
     """Whether a session, by its line of the session page, may still read under an older generation.
 
-    `retired` is read first: a step that retires in between only makes the answer
-    more careful. A line that makes no sense (more steps in flight than the ring
-    holds) counts as behind, which hurts its own domain alone.
+    `retired` is read first and once more at the end: the ring word of a step that
+    retires in between may be another step's by then, so that counts as behind, and
+    the caller looks again. A line that makes no sense (more steps in flight than the
+    ring holds) counts as behind, which hurts its own domain alone.
     """
     retired = line[pages.WORD_RETIRED]
     launched = line[pages.WORD_LAUNCHED]
@@ -25,4 +26,5 @@ def is_behind(line: Sequence[int], generation: int) -> bool:
         return False
     if launched - retired > pages.STEPS_IN_FLIGHT_MAX:
         return True
-    return line[pages.WORD_RING + (retired + 1) % pages.RING_WORDS] < generation
+    oldest = line[pages.WORD_RING + (retired + 1) % pages.RING_WORDS]
+    return oldest < generation or line[pages.WORD_RETIRED] != retired

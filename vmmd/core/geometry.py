@@ -19,6 +19,9 @@ from vmmd.errors import InvalidRequest
 EXPERTS_MAX = 1 << 20
 """Of all layers together; 8 MiB of residency table."""
 
+EXPERT_BYTES_MAX = 1 << 40
+"""Of one matrix; the slots of all experts together then fit 64 bits."""
+
 FILES_MAX = 1024
 EXTENTS_MAX = 1 << 20
 
@@ -103,15 +106,18 @@ def build(
             raise InvalidRequest(f"{what}: no such layer, matrix or count")
         if s.first_expert + s.count > n_experts:
             raise InvalidRequest(f"{what}: a layer has {n_experts} experts")
-        if s.expert_bytes < 1 or (s.count > 1 and s.stride_bytes < s.expert_bytes):
+        if not 1 <= s.expert_bytes <= EXPERT_BYTES_MAX:
+            raise InvalidRequest(f"{what}: {s.expert_bytes} bytes each; 1 to {EXPERT_BYTES_MAX} are possible")
+        stride = s.stride_bytes if s.count > 1 else 0  # of one expert it means nothing
+        if s.count > 1 and stride < s.expert_bytes:
             raise InvalidRequest(f"{what}: {s.expert_bytes} bytes each at a stride of {s.stride_bytes} overlap")
-        end = s.offset_bytes + (s.count - 1) * s.stride_bytes + s.expert_bytes
+        end = s.offset_bytes + (s.count - 1) * stride + s.expert_bytes
         _inside(what, s.file, s.offset_bytes, end, file_bytes)
         rows = slice(s.layer * n_experts + s.first_expert, s.layer * n_experts + s.first_expert + s.count)
         if (file[rows, s.matrix] >= 0).any():
             raise InvalidRequest(f"{what}: named twice")
         file[rows, s.matrix] = s.file
-        offset[rows, s.matrix] = s.offset_bytes + s.stride_bytes * np.arange(s.count, dtype=np.int64)
+        offset[rows, s.matrix] = s.offset_bytes + stride * np.arange(s.count, dtype=np.int64)
         size[rows, s.matrix] = s.expert_bytes
     if (file < 0).any():
         row, matrix = map(int, np.argwhere(file < 0)[0])

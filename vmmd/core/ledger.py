@@ -6,7 +6,7 @@ A slab's life::
                 ^ ^              ^                        │ │ │
                 │ │              └────cancel_revoke───────┘ │ │
                 │ └───────────────finish_revoke─────────────┘ │
-                │                                       quarantine
+                │                                       quarantine (from FREE too)
                 └──────────────────lift──────── QUARANTINED <─┘
     destroy: from FREE only
 
@@ -139,12 +139,14 @@ class Ledger:
 
     def room_slabs(self, device: str) -> int:
         """How many more slabs could be created under the cap and beside other programs."""
+        return 0 if self.devices[device].failed else max(0, self.balance_slabs(device))
+
+    def balance_slabs(self, device: str) -> int:
+        """The same, negative where so many slabs are too many: the cap fell, or other programs took the room."""
         record = self.devices[device]
-        if record.failed:
-            return 0
         used = self.slab_count(device) * record.slab_bytes
         beside = record.total_bytes - record.unmanaged_bytes - record.reserve_bytes
-        return max(0, (min(record.cap_bytes, beside) - used) // record.slab_bytes)
+        return (min(record.cap_bytes, beside) - used) // record.slab_bytes
 
     def free_slabs(self, device: str, domain: str) -> list[int]:
         """Free slabs of a domain on a device, the longest free first."""
@@ -226,8 +228,10 @@ class Ledger:
         self._enter(slab, SlabState.FREE, now_s)
 
     def quarantine(self, slab_id: int, holder: int, now_s: float) -> None:
-        """REVOKING -> QUARANTINED: somebody still holds it past the deadline."""
-        slab = self._leave(self._expect(slab_id, SlabState.REVOKING), now_s)
+        """REVOKING or FREE -> QUARANTINED: somebody still holds it past the deadline."""
+        slab = self.slabs[slab_id]
+        if slab.state is not SlabState.FREE:
+            self._leave(self._expect(slab_id, SlabState.REVOKING), now_s)
         slab.holder = holder
         self._enter(slab, SlabState.QUARANTINED, now_s)
 

@@ -6,6 +6,7 @@ generation) or holds an expert. A slab belongs to one size class, the slot size,
 in a slab allocator. Experts go by their flat id.
 """
 
+import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -205,16 +206,18 @@ def slabs_needed(geometry: Geometry, slab_bytes: int, experts: I64 | None = None
 def assign_classes(geometry: Geometry, slab_bytes: int, slabs: int) -> list[int]:
     """A size class for each of `slabs` slabs, in proportion to what each class needs.
 
-    Every class gets its full need where there is enough. With fewer slabs, largest
-    remainders decide, so that no class starves while another is complete.
+    Every class gets its full need where there is enough. With fewer slabs, each goes
+    to the class that has least of its need, so that every class gets one first.
     """
     need = [(size, -(-len(experts) // (slab_bytes // size))) for size, experts in classes(geometry)]
     total = sum(count for _, count in need)
     if slabs >= total:
         return [size for size, count in need for _ in range(count)]
-    share = [(size, count * slabs / total) for size, count in need]
-    given = {size: int(part) for size, part in share}
-    by_remainder = sorted(share, key=lambda x: (int(x[1]) - x[1], -x[0]))
-    for size, _ in by_remainder[: slabs - sum(given.values())]:
+    given = {size: 0 for size, _ in need}
+    queue = [(0.0, -count, size) for size, count in need]
+    heapq.heapify(queue)
+    for _ in range(slabs):
+        _, count, size = queue[0]
         given[size] += 1
+        heapq.heapreplace(queue, (given[size] / -count, count, size))
     return [size for size, _ in need for _ in range(given[size])]

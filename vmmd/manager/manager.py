@@ -344,9 +344,24 @@ class Manager:
     async def grow(self, session: Session, growths: Sequence[tuple[int, int]]) -> "Grown":
         """Grows K/V ranges to at least so many cells each, all or nothing.
 
-        Errors: `InvalidRequest`, `NotFound`, `Exhausted` (nothing changed),
-        `LeaseRevoked`.
+        A caller that is cancelled meanwhile (its client hung up) does not stop a
+        trade half-way: the growth is completed and given back. Errors:
+        `InvalidRequest`, `NotFound`, `Exhausted` (nothing changed), `LeaseRevoked`.
         """
+        task = asyncio.create_task(self._grow(session, growths))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(lambda done: self._undo_growth(session, done))
+            raise
+
+    def _undo_growth(self, session: Session, done: "asyncio.Task[Grown]") -> None:
+        if not done.cancelled() and done.exception() is None:
+            items = session.batches.pop(done.result().batch_id, [])
+            kept = [i.slab_id for i in items if self.slabs.is_at(Placed(i.id, i.slab_index, i.slab_id))]
+            self.slabs.take_back(kept, session.session_id)
+
+    async def _grow(self, session: Session, growths: Sequence[tuple[int, int]]) -> "Grown":
         records = [self._own_range(session, range_id) for range_id, _ in growths]
         if len({r.range_id for r in records}) != len(records):
             raise InvalidRequest("a range is named twice in one growth")

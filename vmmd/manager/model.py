@@ -6,7 +6,7 @@ arena to leave older generations behind:
 1. unpublish the coldest experts that hotter ones displace; wait
 2. fill their slots from the homes
 3. publish the newcomers there, unpublish the victims; wait
-4. the slab is given; sessions are told to unmap it
+4. the slab leaves the arena
 
 An expert that is unpublished is read from its home, so no step ever waits.
 """
@@ -28,7 +28,7 @@ from vmmd.core.ledger import RangeRecord
 from vmmd.core.residency import EMPTY, F64, Arena, Slot
 from vmmd.driver import membarrier
 from vmmd.driver.base import Copy, Driver, FileSource, ShortRead, Slab, SlabSource
-from vmmd.errors import StaleGeneration, VmmError
+from vmmd.errors import StaleGeneration, Unavailable, VmmError
 from vmmd.manager.files import FileIdentity, check_unchanged
 from vmmd.manager.session import Session
 from vmmd.manager.shared import ResidencyTable
@@ -85,6 +85,7 @@ class Model:
     total_bytes: int = 0
     stale: bool = False
     closed: bool = False
+    working: int = 0  # fills and trades under way: its descriptors and table are needed
     idle_since_s: float | None = None
     stuck_pids: tuple[int, ...] = ()
     heat_before: F64 = field(init=False)  # at the start of the heat interval
@@ -157,21 +158,28 @@ class Model:
         Errors: `StaleGeneration` where a file changed, `OSError`, `DriverError`;
         what was published before stays.
         """
+        self.working += 1
+        try:
+            for chunk in _chunks(pieces):
+                if self.closed:
+                    raise Unavailable(f"model {self.name!r} is being dropped")
+                await self._fill_chunk(chunk)
+        finally:
+            self.working -= 1
+
+    async def _fill_chunk(self, chunk: list[Piece]) -> None:
         loop = asyncio.get_running_loop()
-        for chunk in _chunks(pieces):
-            if self.closed:
-                return
-            copies = [c for piece in chunk for c in piece.copies]
-            try:
-                await loop.run_in_executor(self.executor, self.driver.fill, copies)
-            except ShortRead as error:
-                raise StaleGeneration(f"a file of model {self.name!r} has shrunk while it was read: {error}") from None
-            if any(isinstance(c.source, FileSource) for c in copies):
-                check_unchanged(self.files, self.identities)
-            for piece in chunk:
-                self._publish(piece)
-            self.table.bump()
-            self.filled_bytes += sum(p.size_bytes for p in chunk)
+        copies = [c for piece in chunk for c in piece.copies]
+        try:
+            await loop.run_in_executor(self.executor, self.driver.fill, copies)
+        except ShortRead as error:
+            raise StaleGeneration(f"a file of model {self.name!r} has shrunk while it was read: {error}") from None
+        if any(isinstance(c.source, FileSource) for c in copies):
+            check_unchanged(self.files, self.identities)
+        for piece in chunk:
+            self._publish(piece)
+        self.table.bump()
+        self.filled_bytes += sum(p.size_bytes for p in chunk)
 
     def _publish(self, piece: Piece) -> None:
         expert = piece.expert
@@ -264,6 +272,13 @@ class Model:
         `StuckVictims`, with them emptied and not yet quiescent; `VmmError` where
         the driver failed, untouched.
         """
+        self.working += 1
+        try:
+            await self._finish(trade, generation)
+        finally:
+            self.working -= 1
+
+    async def _finish(self, trade: ArenaTrade, generation: int) -> None:
         arena = self.arena
         try:
             if any(move.displaced != EMPTY for move in trade.moves):
@@ -289,17 +304,9 @@ class Model:
         self.take_out(trade)
 
     def take_out(self, trade: ArenaTrade) -> None:
-        """Step 4: the emptied slabs leave the arena, and its sessions are told."""
+        """Step 4: the emptied slabs leave the arena. Telling its sessions is the caller's."""
         for index in trade.indexes:
             self.arena.remove_slab(trade.part, index)
-        if not trade.crosses:
-            self.tell_removed(trade)
-
-    def tell_removed(self, trade: ArenaTrade) -> None:
-        """Sessions unmap the slabs of a trade when they get to it; the domain keeps the memory."""
-        removed = memory_pb2.SlabsRemoved(range_id=self.ranges[trade.part].range_id, slab_indexes=trade.indexes)
-        for session in self.sessions:
-            session.send(memory_pb2.WatchEvent(epoch=self.epoch, slabs_removed=removed))
 
     @property
     def epoch(self) -> int:
@@ -349,8 +356,8 @@ class Model:
     async def stop(self) -> None:
         """Ends what still fills it, so that its descriptors can be closed."""
         self.closed = True
-        if self.background is not None:
-            await asyncio.wait([self.background])
+        while self.working:
+            await asyncio.sleep(0.001)
 
     def close(self) -> None:
         """Closes descriptors and the table; slabs are the manager's to take back."""

@@ -57,9 +57,10 @@ async def run(manager: "Manager", model: Model) -> None:
 async def _fill_homes(model: Model, pieces: list[Piece]) -> None:
     try:
         await model.fill(pieces)
-    except (VmmError, OSError) as error:
+    except Exception as error:
         # experts without a home are pinned where they are; nothing else is lost
-        model.mark_stale(str(error))
+        if not model.closed:
+            model.mark_stale(str(error))
 
 
 async def _provide(manager: "Manager", model: Model) -> None:

@@ -31,6 +31,10 @@ HELD_DEADLINE_S = 1.0
 ATTEMPTS_MAX = 16
 
 
+class _PlanAgain(Exception):
+    """The ledger has changed since the plan was made."""
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A slab at its index of a range."""
@@ -58,6 +62,7 @@ class Slabs:
         self._driver = manager.driver
         self.physical: dict[int, Slab] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lingering: dict[int, set[int]] = {}  # by revocation: slabs that somebody may have mapped at an old place
         self._busy: Counter[int] = Counter()  # ranges that a plan is being carried out for
 
     def is_at(self, placed: Placed) -> bool:
@@ -97,6 +102,8 @@ class Slabs:
                 continue
             try:
                 return await self._carry_out(plan, requests)
+            except _PlanAgain:
+                continue
             except Stuck as stuck:
                 log.warning("plan.stuck", model=stuck.model_id, pids=stuck.pids)
         raise Exhausted("no slab could be had: the readers of every arena that could give some are stuck")
@@ -132,6 +139,11 @@ class Slabs:
         free_slabs = 0
         begun: list[tuple[Model, arbiter.ArenaTrade, int]] = []
         leases = _Leases(self._ledger, requests)
+        held = [i for d in plan.devices for i in d.destroy if self._driver.held_elsewhere(self.physical[i])]
+        if held:  # free for its own domain, but not to be destroyed for another
+            for slab_id in held:
+                self._ledger.quarantine(slab_id, 0, now)
+            raise _PlanAgain
         for device in plan.devices:
             for slab_id in device.destroy:
                 self._destroy(slab_id)
@@ -197,6 +209,7 @@ class Slabs:
             def done() -> None:
                 for slab_id in trade.slab_ids:
                     self._ledger.finish_revoke(slab_id, now())
+                self._tell_removed(model, trade)
 
             model.later_take_out(trade, stuck, done)
             raise stuck.stuck from None
@@ -207,6 +220,7 @@ class Slabs:
         if not trade.crosses:
             for slab_id in trade.slab_ids:
                 self._ledger.finish_revoke(slab_id, now())
+            self._tell_removed(model, trade)
 
     def _keep(self, model: Model, trade: arbiter.ArenaTrade) -> None:
         """A trade to another domain that came to nothing: the slabs stay in their domain, free."""
@@ -214,7 +228,33 @@ class Slabs:
         for slab_id in left:
             if self._ledger.slabs[slab_id].state is SlabState.REVOKING:
                 self._ledger.finish_revoke(slab_id, time.monotonic())
-        model.tell_removed(trade)
+        self._tell_removed(model, trade)
+
+    def _tell_removed(self, model: Model, trade: arbiter.ArenaTrade, deadline_s: float = 0.0) -> int:
+        """Asks an arena's sessions to unmap a trade's slabs; returns the revocation they answer.
+
+        Without a deadline the memory stays in the domain, and whoever gets to it
+        late harms nobody: until it answers, the slabs count as lingering.
+        """
+        revocation = self._ledger.new_id()
+        removed = memory_pb2.SlabsRemoved(
+            range_id=model.ranges[trade.part].range_id,
+            slab_indexes=trade.indexes,
+            revocation_id=revocation,
+            deadline_ms=int(deadline_s * 1000),
+        )
+        for session in model.sessions:
+            session.revocations.add(revocation)
+            session.send(memory_pb2.WatchEvent(epoch=self._manager.epoch, slabs_removed=removed))
+        if model.sessions:
+            self._lingering[revocation] = set(trade.slab_ids)
+        return revocation
+
+    def forget_answered(self) -> None:
+        """Drops revocations that every living session has answered."""
+        open_ = {r for s in self._manager.sessions.values() for r in s.revocations}
+        for revocation in [r for r in self._lingering if r not in open_]:
+            del self._lingering[revocation]
 
     async def _cross(self, begun: "list[tuple[Model, arbiter.ArenaTrade, int]]", domains: dict[str, str]) -> list[int]:
         """Slabs that leave their domain: revoked from every session, destroyed, created anew."""
@@ -242,17 +282,8 @@ class Slabs:
     async def _revoke(self, model: Model, trade: arbiter.ArenaTrade) -> list[int]:
         """Two phases: ask, wait for the memory to be let go, quarantine what is not. Returns what was."""
         deadline_s = self._manager.options.revoke_deadline_s
-        revocation = self._ledger.new_id()
-        removed = memory_pb2.SlabsRemoved(
-            range_id=model.ranges[trade.part].range_id,
-            slab_indexes=trade.indexes,
-            revocation_id=revocation,
-            deadline_ms=int(deadline_s * 1000),
-        )
         asked = list(model.sessions)
-        for session in asked:
-            session.revocations.add(revocation)
-            session.send(memory_pb2.WatchEvent(epoch=self._manager.epoch, slabs_removed=removed))
+        revocation = self._tell_removed(model, trade, deadline_s)
         until = time.monotonic() + deadline_s
         held = list(trade.slab_ids)
         while held and time.monotonic() < until:
@@ -321,10 +352,16 @@ class Slabs:
             self._tidy()
 
     def _settle(self, slab_ids: Sequence[int]) -> list[int]:
-        """Frees those that nobody else holds; returns the others."""
+        """Frees those that nobody else holds; returns the others.
+
+        A slab that was an arena's may still be mapped at its old place by others of
+        the domain: that is no reason to keep it.
+        """
+        self.forget_answered()
+        lingering = set().union(*self._lingering.values())
         held = []
         for slab_id in slab_ids:
-            if self._driver.held_elsewhere(self.physical[slab_id]):
+            if slab_id not in lingering and self._driver.held_elsewhere(self.physical[slab_id]):
                 held.append(slab_id)
             else:
                 self._ledger.finish_revoke(slab_id, time.monotonic())
