@@ -24,6 +24,7 @@ class Daemon:
     def __init__(self, config: str = "") -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="st-", dir="/tmp"))
         self.log = self.directory / "log"
+        self._clients: list[subprocess.Popen[bytes]] = []
         (self.directory / "vmmd.toml").write_text('driver = "host"\n' + config)
         argv = [sys.executable, "-m", "vmmd.main", "--runtime-dir", os.fspath(self.directory)]
         argv += ["--config", os.fspath(self.directory / "vmmd.toml")]
@@ -49,6 +50,7 @@ class Daemon:
         """Starts `strata-client generate` against this daemon; returns once it has written text."""
         argv = [sys.executable, "-m", "strata_client.main", "generate", *args, "--socket", os.fspath(self.directory)]
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self._clients.append(process)
         assert process.stdout is not None
         first = process.stdout.read(1)
         assert first, process.communicate()[1]
@@ -60,7 +62,11 @@ class Daemon:
         self.process.wait()
 
     def stop(self) -> None:
-        """Ends the daemon, whatever state it is in, and removes its directory."""
+        """Ends clients and daemon, whatever state they are in, and removes the directory."""
+        for process in self._clients:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:

@@ -23,7 +23,7 @@ def test_no_daemon_is_one_line_and_exit_3(tmp_path: Path) -> None:
 
 def test_status_adds_up_while_a_client_runs() -> None:
     """What a device's slabs are used for adds up within its total, and the session shows its cells."""
-    with running_daemon() as daemon:
+    with running_daemon('[host]\ndevice_bytes = "64MiB"\nram_bytes = "64MiB"\n') as daemon:
         process = daemon.start_generate("Once upon a time", *LONG)
         status = daemon.status()
         process.send_signal(signal.SIGINT)
