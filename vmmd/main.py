@@ -65,7 +65,7 @@ def main() -> NoReturn:
         sys.exit(130)
     except OSError as error:
         _leave(str(error))
-    sys.exit(0)
+    os._exit(0)  # everything is closed; the interpreter's own end takes gRPC another 0.4 s
 
 
 def _leave(message: str, status: int = 1) -> NoReturn:
