@@ -2,19 +2,23 @@
 
 Run as ``python slab_client.py DRIVER FD``: FD is one end of a SOCK_SEQPACKET pair;
 each packet is a JSON request, with descriptors for "map", and each is answered
-with a JSON reply.
+with a JSON reply. With STRATA_FAKE_CUDA in the environment, CUDA is a stand-in.
 """
 
+import ctypes
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from vmmd.driver.base import Mapper
+from vmmd.driver.host_memfd import HostMapper
 
 
 class SlabClient:
@@ -54,11 +58,38 @@ class SlabClient:
         self._socket.close()
 
 
-def _serve(driver: str, connection: socket.socket) -> None:
+def _make_mapper(driver: str, device: str, options: Mapping[str, Any]) -> Mapper:
     if driver == "host":
-        from vmmd.driver.host_memfd import HostMapper as Mapper
+        return HostMapper()
+    if os.environ.get("STRATA_FAKE_CUDA"):
+        import fake_cuda
+
+        fake_cuda.FakeCuda().install()
+    from vmmd.driver.cuda_mapper import CudaMapper
+
+    return CudaMapper(device, **options)
+
+
+def _copy(mapper: Mapper, view: Any, offset: int, data: bytearray, *, to_range: bool) -> None:
+    """Between a range and `data`, on the processor or by CUDA's synchronous copies."""
+    if not isinstance(mapper, HostMapper):
+        from vmmd.driver import cuda_calls
+
+        cu = mapper.cu
+        mine = ctypes.addressof((ctypes.c_char * len(data)).from_buffer(data))
+        with cuda_calls.current(cu, mapper.context):
+            if to_range:
+                cuda_calls.call(cu.cuMemcpyHtoD, view + offset, mine, len(data))
+            else:
+                cuda_calls.call(cu.cuMemcpyDtoH, mine, view + offset, len(data))
+    elif to_range:
+        view[offset : offset + len(data)] = list(data)
     else:
-        raise SystemExit(f"no driver {driver!r}")
+        data[:] = bytes(view[offset : offset + len(data)])
+
+
+def _serve(driver: str, connection: socket.socket) -> None:
+    mapper: Any = None
     reservation = None
     while True:
         data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 250)
@@ -69,7 +100,8 @@ def _serve(driver: str, connection: socket.socket) -> None:
         try:
             match request["verb"]:
                 case "reserve":
-                    reservation = Mapper().reserve(request["slab_bytes"], request["slabs_max"])
+                    mapper = _make_mapper(driver, request["device"], request["options"])
+                    reservation = mapper.reserve(request["slab_bytes"], request["slabs_max"])
                 case "map":
                     assert reservation is not None
                     reservation.map(request["index"], fds, writable=request["writable"])
@@ -77,12 +109,13 @@ def _serve(driver: str, connection: socket.socket) -> None:
                     reply = len(fds)  # and keep them open
                 case "read":
                     assert reservation is not None
-                    first = request["offset"]
-                    reply = bytes(reservation.view()[first : first + request["length"]]).hex()
+                    buffer = bytearray(request["length"])
+                    _copy(mapper, reservation.view(), request["offset"], buffer, to_range=False)
+                    reply = buffer.hex()
                 case "write":
                     assert reservation is not None
-                    data = bytes.fromhex(request["data"])
-                    reservation.view()[request["offset"] :][: len(data)] = list(data)
+                    buffer = bytearray.fromhex(request["data"])
+                    _copy(mapper, reservation.view(), request["offset"], buffer, to_range=True)
                 case "unmap":
                     assert reservation is not None
                     reservation.unmap(request["index"])

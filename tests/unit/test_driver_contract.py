@@ -5,16 +5,20 @@ import fcntl
 import os
 import resource
 import socket
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.faulty_driver import FaultyDriver, Operation
 from tests.helpers.slab_client import SlabClient
-from vmmd.driver import host_memfd
+from vmmd.driver import cuda_vmm, host_memfd
 from vmmd.driver.base import Copy, Driver, FileSource, Mapper, ShortRead, Slab, SlabSource
+from vmmd.driver.cuda_mapper import CudaMapper
+from vmmd.driver.cuda_vmm import CudaDriver, available
 from vmmd.driver.host_memfd import HOST_UUID, HostDriver, HostMapper
 from vmmd.errors import DriverError, Exhausted, InvalidRequest, NotFound
 
@@ -29,13 +33,17 @@ class Platform:
     mapper: Mapper
     uuid: str
     slab_bytes: int
+    options: dict[str, bool] = field(default_factory=dict)  # of a client's mapper
 
     def create(self) -> Slab:
         return self.driver.create(self.uuid, self.slab_bytes)
 
     def client(self, slabs_max: int = 4) -> SlabClient:
         client = SlabClient(self.driver.name)
-        client.ask("reserve", slab_bytes=self.slab_bytes, slabs_max=slabs_max)
+        refusal = client.ask(
+            "reserve", device=self.uuid, slab_bytes=self.slab_bytes, slabs_max=slabs_max, options=self.options
+        )
+        assert refusal is None
         return client
 
     def give(self, client: SlabClient, index: int, *slabs: Slab, writable: bool = False) -> object:
@@ -52,12 +60,43 @@ def count_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.fixture(params=["host"])
-def platform(request: pytest.FixtureRequest) -> Iterator[Platform]:
-    """Every driver; descriptors are back where they were afterwards."""
+@pytest.fixture(params=["host", "fake-cuda", pytest.param("cuda", marks=pytest.mark.gpu)])
+def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Platform]:
+    """Every driver, CUDA's also on a stand-in; descriptors are back where they were afterwards."""
+    if request.param == "host":
+        before = count_descriptors()
+        driver = HostDriver([("SIM-0", "simulated 0", 16 * MIB), ("SIM-1", "simulated 1", 16 * MIB)], 32 * MIB)
+        yield Platform(driver, HostMapper(), "SIM-0", MIB)
+        driver.close()
+        assert count_descriptors() == before
+        return
+    if request.param == "cuda":
+        require_gpu()
+    else:
+        monkeypatch.setenv("STRATA_FAKE_CUDA", "1")
+        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", FakeCuda().module)
+        monkeypatch.setattr(cuda_vmm, "FRESH_CHECK_BYTES", 1)
+    yield from cuda_platform()
+
+
+def require_gpu() -> None:
+    """Skips, or fails with STRATA_REQUIRE_GPU=1, where the CUDA driver cannot be used."""
+    if missing := available():
+        reason = f"the CUDA driver cannot be used here; missing: {'; '.join(missing)}"
+        if os.environ.get("STRATA_REQUIRE_GPU") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+
+def cuda_platform() -> Iterator[Platform]:
+    """The first GPU, whose context a mapper keeps from test to test."""
+    with_context = CudaDriver(256 * MIB, threads=4)
+    mapper = CudaMapper(with_context.devices()[0].uuid)
+    with_context.close()
     before = count_descriptors()
-    driver = HostDriver([("SIM-0", "simulated 0", 16 * MIB), ("SIM-1", "simulated 1", 16 * MIB)], 32 * MIB)
-    yield Platform(driver, HostMapper(), "SIM-0", MIB)
+    driver = CudaDriver(256 * MIB, threads=4)
+    device = driver.devices()[0]
+    yield Platform(driver, mapper, device.uuid, device.page_bytes)
     driver.close()
     assert count_descriptors() == before
 
@@ -111,9 +150,10 @@ def test_create_refuses_odd_sizes(platform: Platform, size_bytes: int) -> None:
 def test_create_refuses_what_does_not_fit(platform: Platform) -> None:
     """A full device refuses with both sizes, and has lost nothing by it."""
     free_bytes = platform.driver.memory(platform.uuid).free_bytes
+    asked_bytes = (free_bytes // platform.slab_bytes + 1) * platform.slab_bytes
     with pytest.raises(Exhausted) as caught:
-        platform.driver.create(platform.uuid, free_bytes + platform.slab_bytes)
-    assert caught.value.requested_bytes == free_bytes + platform.slab_bytes
+        platform.driver.create(platform.uuid, asked_bytes)
+    assert caught.value.requested_bytes == asked_bytes
     assert caught.value.free_bytes == free_bytes
     assert platform.driver.memory(platform.uuid).free_bytes == free_bytes
 
@@ -295,9 +335,10 @@ def test_fill_from_an_unreadable_file(platform: Platform, tmp_path: Path) -> Non
         os.close(fd)
 
 
-@pytest.mark.parametrize(("offset", "length"), [(-1, 2), (0, -1), (MIB, 1), (1, MIB)])
-def test_copies_stay_inside(platform: Platform, model_file: int, offset: int, length: int) -> None:
+@pytest.mark.parametrize(("slabs", "offset", "length"), [(0, -1, 2), (0, 0, -1), (1, 0, 1), (1, -1, 2)])
+def test_copies_stay_inside(platform: Platform, model_file: int, slabs: int, offset: int, length: int) -> None:
     """No fill or read reaches past a slab, on either side."""
+    offset += slabs * platform.slab_bytes
     slab, other = platform.create(), platform.create()
     for copy in (
         Copy(slab, offset, length, FileSource(model_file, 0)),

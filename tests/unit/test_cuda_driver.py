@@ -1,0 +1,381 @@
+"""What is CUDA's own in the driver, on a stand-in: undo at every call, access, dead contexts, old bytes, memfds."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.fake_cuda import MIB, PAGE_BYTES, FakeCuda, gpu_uuid
+from vmmd.driver import cuda_vmm
+from vmmd.driver.base import Copy, FileSource, Slab, SlabSource
+from vmmd.driver.cuda_mapper import CudaMapper
+from vmmd.driver.cuda_vmm import CudaDriver, available
+from vmmd.driver.host_memfd import HOST_UUID
+from vmmd.errors import DriverError, Exhausted, InvalidRequest, NoDevice, NotFound
+
+FIRST, SECOND = gpu_uuid(0), gpu_uuid(1)
+DEVICE, HOST_NUMA = 1, 2  # location types of the stand-in
+READ, READ_WRITE = 1, 2
+
+
+@pytest.fixture(autouse=True)
+def small_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_vmm, "FRESH_CHECK_BYTES", 1)
+
+
+class Stand:
+    """Installs stand-ins in place of the bindings; `fake` is the one that is there now."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.fake = self.use()
+
+    def use(self, **options: Any) -> FakeCuda:
+        self.fake = FakeCuda(**options)
+        self._monkeypatch.setitem(sys.modules, "cuda.bindings.driver", self.fake.module)
+        return self.fake
+
+
+@pytest.fixture
+def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
+    """Two GPUs that do not exist; whatever happens, no context stays current and no descriptor open."""
+    before = descriptors()
+    stand = Stand(monkeypatch)
+    yield stand
+    assert not stand.fake._stack()
+    assert descriptors() == before
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def make_driver(**options: Any) -> CudaDriver:
+    return CudaDriver(64 * MIB, threads=2, chunk_bytes=MIB, **options)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[int]:
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(2 * PAGE_BYTES))
+    with path.open("rb") as opened:
+        yield opened.fileno()
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the bindings, what is missing is their package, and its extra."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    (missing,) = available()
+    assert "cuda-bindings" in missing and "strata-vmm[cuda]" in missing
+    with pytest.raises(NoDevice, match="cuda-bindings"):
+        CudaDriver(0)
+
+
+def test_missing_gpu_is_named(stand: Stand) -> None:
+    """Without a GPU, what is missing is the GPU, with the driver's own word; with one, nothing is."""
+    assert available() == []
+    stand.use(gpus=0)
+    (missing,) = available()
+    assert "GPU" in missing and "CUDA_ERROR_NO_DEVICE" in missing
+
+
+def test_missing_library_is_named(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without libcuda, what is missing is that."""
+
+    def not_found(flags: int) -> None:
+        raise RuntimeError("not found")
+
+    monkeypatch.setattr(stand.fake.module, "cuInit", not_found)
+    assert available() == ["the NVIDIA driver's libcuda.so.1"]
+
+
+def test_missing_feature_is_named(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that cannot export descriptors is left out, by the feature's name."""
+    monkeypatch.setattr(stand.fake.module, "cuDeviceGetAttribute", lambda code, device: (0, int(code != 2)))
+    assert available() == [f"memory export as POSIX descriptors on {uuid}" for uuid in (FIRST, SECOND)]
+    with pytest.raises(NoDevice, match="POSIX descriptors"):
+        make_driver()
+
+
+def test_options_are_checked(stand: Stand) -> None:
+    """An option that cannot be is refused before anything is made."""
+    for make in (make_driver, lambda **options: CudaMapper(FIRST, **options)):
+        with pytest.raises(InvalidRequest, match="sometimes"):
+            make(peer_access="sometimes")
+
+
+def test_start_undoes_at_every_call(stand: Stand) -> None:
+    """Whichever call fails at start, and whenever, nothing is left behind."""
+    fake = stand.fake
+    make_driver().close()
+    nothing = fake.live()
+    counts = dict(fake.calls)
+    assert not any(nothing.values())
+    undo = {
+        "cuMemUnmap",
+        "cuMemAddressFree",
+        "cuMemRelease",
+        "cuMemFreeHost",
+        "cuStreamDestroy",
+        "cuDevicePrimaryCtxRelease",
+        "cuCtxPopCurrent",
+        "cuCtxPushCurrent",
+    }
+    for function in counts.keys() - undo:
+        for n in {1, 2, counts[function]}:
+            if n > counts[function]:
+                continue
+            fake.fail_at(function, n, "CUDA_ERROR_INVALID_VALUE")
+            try:
+                driver = make_driver()
+            except (DriverError, NoDevice) as error:
+                assert isinstance(error, NoDevice) or (error.call, error.code) == (function, 1)
+            else:  # the host's memory, which may be memfds instead
+                assert driver.create(HOST_UUID, PAGE_BYTES).handle.memfd is not None
+                fake.heal()
+                driver.close()
+            fake.heal()
+            assert fake.live() == nothing, (function, n)
+
+
+@pytest.mark.parametrize("uuid", [SECOND, HOST_UUID])
+@pytest.mark.parametrize("function", ["cuMemCreate", "cuMemExportToShareableHandle"])
+def test_create_undoes(stand: Stand, uuid: str, function: str) -> None:
+    """A slab that could not be made leaves nothing and is not charged; the error has call, code and name."""
+    fake = stand.fake
+    driver = make_driver()
+    before, memory = fake.live(), driver.memory(uuid)
+    fake.fail_at(function, 1, "CUDA_ERROR_NOT_SUPPORTED")
+    with pytest.raises(DriverError) as caught:
+        driver.create(uuid, PAGE_BYTES)
+    assert (caught.value.call, caught.value.code, caught.value.name) == (function, 801, "CUDA_ERROR_NOT_SUPPORTED")
+    assert (fake.live(), driver.memory(uuid)) == (before, memory)
+    driver.close()
+
+
+@pytest.mark.parametrize("uuid", [SECOND, HOST_UUID])
+@pytest.mark.parametrize("function", ["cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"])
+def test_map_for_a_fill_undoes(stand: Stand, file: int, uuid: str, function: str) -> None:
+    """A slab that could not be mapped for a fill is as before, and the next fill maps it."""
+    fake = stand.fake
+    driver = make_driver()
+    slab = driver.create(uuid, PAGE_BYTES)
+    before = fake.live()
+    fake.fail_at(function, 1, "CUDA_ERROR_OUT_OF_MEMORY")
+    with pytest.raises(DriverError, match=function):
+        driver.fill([Copy(slab, 0, 8, FileSource(file, 0))])
+    assert fake.live() == before
+    fake.heal()
+    driver.fill([Copy(slab, 0, 8, FileSource(file, 0))])
+    assert driver.read(slab, 0, 8) == os.pread(file, 8, 0)
+    driver.close()
+
+
+def test_fill_that_fails_leaves_nothing_under_way(stand: Stand, file: int) -> None:
+    """A copy that fails ends the fill with its error; the buffers go on working."""
+    fake = stand.fake
+    driver = make_driver()
+    home, slab = driver.create(HOST_UUID, PAGE_BYTES), driver.create(FIRST, PAGE_BYTES)
+    copies = [
+        Copy(slab, 0, PAGE_BYTES, FileSource(file, 0)),
+        Copy(home, 0, PAGE_BYTES, FileSource(file, 0)),
+        Copy(slab, 0, 512, SlabSource(home, 0)),
+    ]
+    for function in ("cuMemcpyHtoDAsync", "cuMemcpyAsync", "cuStreamSynchronize"):
+        fake.fail_at(function, 1, "CUDA_ERROR_INVALID_VALUE")
+        with pytest.raises(DriverError, match=function):
+            driver.fill(copies)
+        fake.heal()
+    driver.fill(copies)
+    assert driver.read(slab, 0, PAGE_BYTES) == os.pread(file, PAGE_BYTES, 0)
+    assert fake.live()["pinned"] == 2
+    driver.close()
+
+
+def test_steady_state_allocates_nothing(stand: Stand, file: int) -> None:
+    """Filling a mapped slab again makes no buffer, stream, address or mapping."""
+    fake = stand.fake
+    driver = make_driver()
+    slab = driver.create(FIRST, PAGE_BYTES)
+    copies = [Copy(slab, 0, PAGE_BYTES, FileSource(file, 0))]
+    driver.fill(copies)
+    before = {name: n for name, n in fake.calls.items() if "Sync" not in name and "Ctx" not in name}
+    driver.fill(copies)
+    after = {name: n for name, n in fake.calls.items() if "Sync" not in name and "Ctx" not in name}
+    assert {name for name in after if after[name] != before[name]} == {"cuMemcpyHtoDAsync"}
+    driver.close()
+
+
+def test_no_memory_is_named(stand: Stand) -> None:
+    """CUDA's own failure for lack of memory is Exhausted, with what was asked and what is free."""
+    driver = make_driver()
+    slab = driver.create(FIRST, 254 * MIB)
+    with pytest.raises(Exhausted) as caught:
+        driver.create(FIRST, 4 * MIB)
+    assert (caught.value.requested_bytes, caught.value.free_bytes) == (4 * MIB, 2 * MIB)
+    driver.create(SECOND, 4 * MIB)
+    driver.destroy(slab)
+    driver.create(FIRST, 4 * MIB)
+    driver.close()
+
+
+@pytest.mark.parametrize(
+    ("peers", "peer_access", "expected"), [(True, "auto", [0, 1]), (True, "never", [0]), (False, "auto", [0])]
+)
+def test_access_of_other_gpus(stand: Stand, file: int, peers: bool, peer_access: str, expected: list[int]) -> None:
+    """Others may touch a slab only where a path exists and it is wanted; bytes reach it all the same."""
+    fake = stand.use(peers=peers)
+    driver = make_driver(peer_access=peer_access)
+    slabs = [driver.create(uuid, PAGE_BYTES) for uuid in (FIRST, SECOND)]
+    driver.fill([Copy(slabs[0], 0, PAGE_BYTES, FileSource(file, 0))])
+    access = fake.access[slabs[0].handle.address]
+    assert sorted(number for kind, number, _ in access if kind == DEVICE) == expected
+    driver.fill([Copy(slabs[1], 64, MIB, SlabSource(slabs[0], 100))])
+    assert driver.read(slabs[1], 64, MIB) == os.pread(file, MIB, 100)
+
+    mappers = [CudaMapper(uuid, peer_access=peer_access) for uuid in (FIRST, SECOND)]  # type: ignore[arg-type]
+    reservation = mappers[0].reserve(PAGE_BYTES, 1)
+    reservation.map(0, [driver.export(slabs[0], writable=False)], writable=False)
+    access = fake.access[reservation.view()]
+    assert sorted(number for _, number, _ in access) == expected and {flags for _, _, flags in access} == {READ}
+    reservation.close()
+    driver.close()
+
+
+def test_dead_context_is_named(stand: Stand, file: int) -> None:
+    """A sticky error names the device and marks it failed; the other devices go on."""
+    fake = stand.fake
+    driver = make_driver()
+    slab, other = driver.create(FIRST, PAGE_BYTES), driver.create(SECOND, PAGE_BYTES)
+    assert driver.failed_devices() == []
+    fake.fail_at("cuMemcpyHtoDAsync", 1, "CUDA_ERROR_ILLEGAL_ADDRESS")
+    with pytest.raises(DriverError, match=FIRST) as caught:
+        driver.fill([Copy(slab, 0, 8, FileSource(file, 0))])
+    assert (caught.value.call, caught.value.code) == ("cuMemcpyHtoDAsync", 700)
+    assert driver.failed_devices() == [FIRST]
+    fake.heal()
+    driver.fill([Copy(other, 0, 8, FileSource(file, 0))])
+    fake.fail_at("cuCtxPushCurrent", 1, "CUDA_ERROR_ILLEGAL_ADDRESS")
+    driver.destroy(slab)
+    fake.heal()
+    driver.close()
+
+
+@pytest.mark.parametrize("host_memory", [True, False])
+def test_old_bytes_are_cleared(stand: Stand, host_memory: bool) -> None:
+    """Where new slabs show old bytes, every slab is cleared when it is created."""
+    stand.use(dirty=True, host_memory=host_memory)
+    driver = make_driver()
+    dirty = [FIRST, SECOND, HOST_UUID] if host_memory else [FIRST, SECOND]
+    assert driver.check_fresh_slabs() == dirty
+    for device in driver.devices():
+        slab = driver.create(device.uuid, PAGE_BYTES)
+        assert not any(driver.read(slab, 0, PAGE_BYTES))
+    driver.close()
+
+
+def test_no_room_for_the_check_means_clearing(stand: Stand) -> None:
+    """A device that is full at start is not trusted."""
+    stand.use(total_bytes=0)
+    driver = make_driver()
+    assert driver.check_fresh_slabs() == [FIRST, SECOND]
+    driver.close()
+
+
+@pytest.mark.parametrize("n", range(1, 4))
+@pytest.mark.parametrize("function", ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"])
+def test_client_map_undoes(stand: Stand, function: str, n: int) -> None:
+    """Mapping several slabs is all or none, whichever call fails, and closes every descriptor."""
+    fake = stand.fake
+    driver = make_driver()
+    slabs = [driver.create(FIRST, PAGE_BYTES) for _ in range(3)]
+    reservation = CudaMapper(FIRST).reserve(PAGE_BYTES, 4)
+    before, open_before = fake.live(), descriptors()
+    if function == "cuMemSetAccess":
+        n = 1
+    fake.fail_at(function, n, "CUDA_ERROR_OUT_OF_MEMORY")
+    with pytest.raises(DriverError, match=function):
+        reservation.map(1, export(driver, slabs), writable=True)
+    assert (fake.live(), descriptors()) == (before, open_before)
+    assert not any(reservation.is_mapped(i) for i in range(4))
+    fake.heal()
+    calls = fake.calls["cuMemSetAccess"]
+    reservation.map(1, export(driver, slabs), writable=True)
+    assert fake.calls["cuMemSetAccess"] == calls + 1
+    reservation.close()
+    driver.close()
+
+
+def export(driver: CudaDriver, slabs: list[Slab], *, writable: bool = True) -> list[int]:
+    return [driver.export(slab, writable=writable) for slab in slabs]
+
+
+def test_wrong_device_is_refused(stand: Stand) -> None:
+    """A range takes slabs of its own device alone, and an unknown GPU is not found."""
+    driver = make_driver()
+    for uuid, options in ((FIRST, {}), (FIRST, {"host": True})):
+        reservation = CudaMapper(uuid, **options).reserve(PAGE_BYTES, 1)
+        with pytest.raises(InvalidRequest, match="is no slab of"):
+            reservation.map(0, export(driver, [driver.create(SECOND, PAGE_BYTES)]), writable=True)
+        reservation.close()
+    with pytest.raises(NotFound, match=r"GPU-none.*CUDA_VISIBLE_DEVICES"):
+        CudaMapper("GPU-none")
+    driver.close()
+
+
+@pytest.mark.parametrize(("host_access", "kinds"), [(False, {DEVICE}), (True, {DEVICE, HOST_NUMA})])
+def test_client_maps_host_slabs(stand: Stand, host_access: bool, kinds: set[int]) -> None:
+    """Host slabs are open to the GPUs, and to the processor where that is asked for."""
+    fake = stand.fake
+    driver = make_driver()
+    reservation = CudaMapper(FIRST, host=True, host_access=host_access).reserve(PAGE_BYTES, 2)
+    reservation.map(0, export(driver, [driver.create(HOST_UUID, PAGE_BYTES)]), writable=True)
+    assert {kind for kind, _, _ in fake.access[reservation.view()]} == kinds
+    reservation.close()
+    reservation.close()
+    driver.close()
+
+
+@pytest.mark.parametrize("chosen", ["asked for", "refused"])
+def test_host_slabs_as_memfds(stand: Stand, file: int, chosen: str) -> None:
+    """Where host allocations are refused, or memfds asked for, host slabs are registered memfds on both sides."""
+    fake = stand.use(host_memory=chosen != "refused")
+    driver = make_driver(host_slabs="memfd" if chosen == "asked for" else "auto")
+    home, slab = driver.create(HOST_UUID, PAGE_BYTES), driver.create(FIRST, PAGE_BYTES)
+    driver.fill([Copy(home, 0, PAGE_BYTES, FileSource(file, 7))])
+    driver.fill([Copy(slab, 0, PAGE_BYTES, SlabSource(home, 0))])
+    assert driver.read(slab, 0, PAGE_BYTES) == os.pread(file, PAGE_BYTES, 7)
+    assert driver.held_elsewhere(home) is None
+    registered = fake.live()["registered"]
+
+    reservation = CudaMapper(FIRST, host=True).reserve(PAGE_BYTES, 3)
+    fake.fail_at("cuMemHostRegister", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+    with pytest.raises(DriverError):
+        reservation.map(0, export(driver, [home, home], writable=False), writable=False)
+    fake.heal()
+    assert fake.live()["registered"] == registered
+    reservation.map(1, export(driver, [home, home], writable=False), writable=False)
+    assert fake.live()["registered"] == registered + 2
+    assert reservation.view() + PAGE_BYTES in fake.registered
+    reservation.unmap(2)
+    with pytest.raises(InvalidRequest, match="no CUDA allocation can join"):
+        reservation.map(2, export(driver, [slab]), writable=True)
+    assert not reservation.is_mapped(2)
+    reservation.close()
+    driver.destroy(home)
+    assert fake.live()["registered"] == 0
+    driver.close()
+
+
+def test_memfds_come_before_the_view(stand: Stand) -> None:
+    """A range of host slabs whose address was taken too early refuses memfds and says what to do."""
+    driver = make_driver(host_slabs="memfd")
+    reservation = CudaMapper(FIRST, host=True).reserve(PAGE_BYTES, 1)
+    assert reservation.view()
+    with pytest.raises(InvalidRequest, match="only after the first map"):
+        reservation.map(0, export(driver, [driver.create(HOST_UUID, PAGE_BYTES)]), writable=True)
+    reservation.close()
+    driver.close()
