@@ -33,7 +33,13 @@ def main() -> NoReturn:
 
 def _exit_code() -> int:
     try:
+        if sys.stdout is None:
+            raise VmmError("standard output is closed: there is nowhere to write to")
+        # Names may have characters that the locale has not.
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         cli.main(prog_name=PROGRAM, standalone_mode=False)
+        sys.stdout.flush()
+        return 0
     except (KeyboardInterrupt, click.Abort):
         return 130
     except click.exceptions.NoArgsIsHelpError as error:
@@ -43,16 +49,17 @@ def _exit_code() -> int:
         _complain(error.format_message())
         return error.exit_code
     except BrokenPipeError:
-        # Nobody is left to flush to.
-        sys.stdout = None
+        sys.stdout = None  # nobody is left to flush to
         return 141
     except VmmError as error:
         _complain(error.message)
         return EXIT_NO_DAEMON if error.reason == "no_daemon" else 1
     except OSError as error:
-        _complain(error.strerror or str(error))
-        return 1
-    return 0
+        sys.stdout = None
+        _complain((error.strerror or str(error)).lower())
+    except Exception as error:
+        _complain(f"internal error, please report it: {type(error).__name__}: {error}")
+    return 1
 
 
 def _complain(message: str) -> None:

@@ -1,8 +1,8 @@
 """Tables that a person reads at a glance."""
 
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.text import Text
 from strata_client.text import escape_controls
 
 _WIDTH_WITHOUT_TERMINAL = 160
-_SIZES = ("total", "cap", "free", "kv", "experts", "weights", "revoking", "quarantined", "unmanaged", "slab")
+_WIDTH_OF_ALL = 150
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -26,12 +26,10 @@ def print_status(snapshot: dict[str, Any]) -> None:
         f"vmmd {_text(daemon['version'])}, pid {daemon['pid']}, {_text(daemon['driver'])} driver, "
         f"up {duration(daemon['uptime_s'])}{state}"
     )
-    console.print(_devices(snapshot["devices"]))
-    for title, rows, table in (
-        ("models", snapshot["models"], _models),
-        ("sessions", snapshot["sessions"], _sessions),
-    ):
-        console.print(table(rows) if rows else f"no {title}")
+    is_wide = console.width >= _WIDTH_OF_ALL
+    for title, columns in (("devices", _DEVICES), ("models", _MODELS), ("sessions", _SESSIONS)):
+        rows = snapshot[title]
+        console.print(_table(columns, rows, is_wide=is_wide) if rows else f"no {title}")
 
 
 def size(n_bytes: int) -> str:
@@ -56,63 +54,76 @@ def duration(seconds: float) -> str:
     return f"{s // 86400}d{s // 3600 % 24:02d}h"
 
 
-def _devices(devices: Sequence[dict[str, Any]]) -> Table:
-    table = _table(
-        "device", "name", "total", "cap", "free", "K/V", "experts", "weights", "revoking", "quarantined",
-        "unmanaged", "slab", "state", numbers=range(2, 12),
-    )  # fmt: skip
-    for d in devices:
-        sizes = (d[f"{name}_bytes"] for name in _SIZES)
-        state = Text(_text(d["state"]), style="green" if d["state"] == "ok" else "bold red")
-        table.add_row(_text(d["uuid"]), _text(d["name"]), *map(size, sizes), state)
-    return table
+class _Column(NamedTuple):
+    """A column: what it shows of a row, and whether a narrow terminal can do without it."""
+
+    header: str
+    show: Callable[[dict[str, Any]], str | Text]
+    is_number: bool = False
+    narrow: Literal["keep", "drop", "if used"] = "keep"
 
 
-def _models(models: Sequence[dict[str, Any]]) -> Table:
-    table = _table(
-        "model", "domain", "resident", "of heat", "at home", "slots", "experts", "weights", "sessions", "notes",
-        numbers=range(2, 9),
-    )  # fmt: skip
-    for m in models:
-        notes = ["file changed"] if m["stale"] else []
-        notes += [f"reader {pid} is behind" for pid in m["stuck_pids"]]
-        table.add_row(
-            _text(m["name"]),
-            _text(m["domain"] or m["uid"]),
-            f"{m['resident']} of {m['experts']}",
-            f"{m['heat_covered']:.0%}",
-            str(m["homes"]),
-            str(m["slots"]),
-            size(m["experts_bytes"]),
-            size(m["weights_bytes"]),
-            str(m["sessions"]),
-            Text(", ".join(notes), style="yellow"),
-        )
-    return table
+def _size_of(field: str, header: str, narrow: Literal["keep", "drop", "if used"] = "keep") -> _Column:
+    return _Column(header, lambda row: size(row[field]), True, narrow)
 
 
-def _sessions(sessions: Sequence[dict[str, Any]]) -> Table:
-    table = _table(
-        "pid", "user", "executable", "K/V cells", "K/V", "quarantined", "age", "state", numbers=(0, 3, 4, 5, 6)
-    )
-    for s in sessions:
-        table.add_row(
-            str(s["pid"]),
-            _text(s["user"] or s["uid"]),
-            _text(s["executable"]),
-            str(s["kv_cells"]),
-            size(s["kv_bytes"]),
-            size(s["quarantined_bytes"]),
-            duration(s["age_s"]),
-            _text(s["state"]),
-        )
-    return table
+def _notes(model: dict[str, Any]) -> Text:
+    notes = ["file changed"] if model["stale"] else []
+    notes += [f"reader {pid} is behind" for pid in model["stuck_pids"]]
+    return Text(", ".join(notes), style="yellow")
 
 
-def _table(*headers: str, numbers: Sequence[int]) -> Table:
+_DEVICES = (
+    _Column("device", lambda d: _text(d["uuid"])),
+    _Column("name", lambda d: _text(d["name"]), narrow="drop"),
+    _size_of("total_bytes", "total"),
+    _size_of("cap_bytes", "cap"),
+    _size_of("free_bytes", "free"),
+    _size_of("kv_bytes", "K/V"),
+    _size_of("experts_bytes", "experts"),
+    _size_of("weights_bytes", "weights"),
+    _size_of("revoking_bytes", "revoking", "if used"),
+    _size_of("quarantined_bytes", "quarantined", "if used"),
+    _size_of("unmanaged_bytes", "unmanaged", "if used"),
+    _size_of("slab_bytes", "slab", "drop"),
+    _Column("state", lambda d: Text(_text(d["state"]), style="green" if d["state"] == "ok" else "bold red")),
+)
+_MODELS = (
+    _Column("model", lambda m: _text(m["name"])),
+    _Column("domain", lambda m: _text(m["domain"] or m["uid"])),
+    _Column("resident", lambda m: f"{m['resident']} of {m['experts']}", True),
+    _Column("of heat", lambda m: f"{m['heat_covered']:.0%}", True),
+    _Column("at home", lambda m: str(m["homes"]), True, "drop"),
+    _Column("slots", lambda m: str(m["slots"]), True, "drop"),
+    _size_of("experts_bytes", "experts"),
+    _size_of("weights_bytes", "weights"),
+    _Column("sessions", lambda m: str(m["sessions"]), True),
+    _Column("notes", _notes, narrow="if used"),
+)
+_SESSIONS = (
+    _Column("pid", lambda s: str(s["pid"]), True),
+    _Column("user", lambda s: _text(s["user"] or s["uid"])),
+    _Column("executable", lambda s: _text(s["executable"])),
+    _Column("K/V cells", lambda s: str(s["kv_cells"]), True),
+    _size_of("kv_bytes", "K/V"),
+    _size_of("quarantined_bytes", "quarantined", "if used"),
+    _Column("age", lambda s: duration(s["age_s"]), True),
+    _Column("state", lambda s: _text(s["state"])),
+)
+
+
+def _table(columns: Sequence[_Column], rows: Sequence[dict[str, Any]], *, is_wide: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    for index, header in enumerate(headers):
-        table.add_column(header, justify="right" if index in numbers else "left", overflow="fold")
+    cells = []
+    for column in columns:
+        shown = [column.show(row) for row in rows]
+        is_used = any(str(cell) not in ("", "-") for cell in shown)
+        if is_wide or column.narrow == "keep" or (column.narrow == "if used" and is_used):
+            cells.append(shown)
+            justify: Literal["left", "right"] = "right" if column.is_number else "left"
+            table.add_column(column.header, justify=justify, overflow="fold", no_wrap=column.is_number)
+    for row in zip(*cells, strict=True):
+        table.add_row(*row)
     return table
 
 
