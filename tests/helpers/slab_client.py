@@ -6,6 +6,7 @@ with a JSON reply. With STRATA_FAKE_CUDA in the environment, CUDA is a stand-in.
 """
 
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vmmd.driver.base import Mapper
+from vmmd.driver.base import Driver, Slab
 from vmmd.driver.host_memfd import HostMapper
 
 
@@ -31,6 +32,23 @@ class SlabClient:
                 [sys.executable, __file__, driver, str(theirs.fileno())], pass_fds=[theirs.fileno()]
             )
         self.ask("hello")
+
+    def reserve(self, device_uuid: str, slab_bytes: int, slabs_max: int, **values: Any) -> None:
+        """Makes the client's one range; `options` are its mapper's, `contexts` GPUs that kernels run on."""
+        values = {"options": {}, **values}
+        refusal = self.ask("reserve", device=device_uuid, slab_bytes=slab_bytes, slabs_max=slabs_max, **values)
+        assert refusal is None, refusal
+
+    def map(self, driver: Driver, first_index: int, slabs: Sequence[Slab], *, writable: bool = False) -> Any:
+        """Exports slabs to the client, which maps them; no descriptor stays here."""
+        fds: list[int] = []
+        try:
+            for slab in slabs:
+                fds.append(driver.export(slab, writable=writable))
+            return self.ask("map", fds, index=first_index, writable=writable)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def ask(self, verb: str, fds: Sequence[int] = (), **values: Any) -> Any:
         """One request; returns what the client answers. The caller keeps its descriptors."""
@@ -58,19 +76,17 @@ class SlabClient:
         self._socket.close()
 
 
-def _make_mapper(driver: str, device: str, options: Mapping[str, Any]) -> Mapper:
+def _make_mapper(driver: str, device: str, options: Mapping[str, Any]) -> Any:
     if driver == "host":
         return HostMapper()
     if os.environ.get("STRATA_FAKE_CUDA"):
-        import fake_cuda
-
-        fake_cuda.FakeCuda().install()
+        importlib.import_module("fake_cuda").FakeCuda().install()
     from vmmd.driver.cuda_mapper import CudaMapper
 
     return CudaMapper(device, **options)
 
 
-def _copy(mapper: Mapper, view: Any, offset: int, data: bytearray, *, to_range: bool) -> None:
+def _copy(mapper: Any, view: Any, offset: int, data: bytearray, *, to_range: bool) -> None:
     """Between a range and `data`, on the processor or by CUDA's synchronous copies."""
     if not isinstance(mapper, HostMapper):
         from vmmd.driver import cuda_calls
@@ -90,7 +106,9 @@ def _copy(mapper: Mapper, view: Any, offset: int, data: bytearray, *, to_range: 
 
 def _serve(driver: str, connection: socket.socket) -> None:
     mapper: Any = None
-    reservation = None
+    reservation: Any = None
+    others: list[Any] = []
+    kernels: Any = None
     while True:
         data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 250)
         if not data:
@@ -100,25 +118,28 @@ def _serve(driver: str, connection: socket.socket) -> None:
         try:
             match request["verb"]:
                 case "reserve":
+                    others = [_make_mapper(driver, uuid, {}) for uuid in request.get("contexts", ())]
                     mapper = _make_mapper(driver, request["device"], request["options"])
                     reservation = mapper.reserve(request["slab_bytes"], request["slabs_max"])
                 case "map":
-                    assert reservation is not None
                     reservation.map(request["index"], fds, writable=request["writable"])
                 case "hold":
                     reply = len(fds)  # and keep them open
                 case "read":
-                    assert reservation is not None
                     buffer = bytearray(request["length"])
                     _copy(mapper, reservation.view(), request["offset"], buffer, to_range=False)
                     reply = buffer.hex()
                 case "write":
-                    assert reservation is not None
                     buffer = bytearray.fromhex(request["data"])
                     _copy(mapper, reservation.view(), request["offset"], buffer, to_range=True)
                 case "unmap":
-                    assert reservation is not None
                     reservation.unmap(request["index"])
+                case "kernel":
+                    if kernels is None:
+                        module = importlib.import_module("cuda_kernels")
+                        kernels = module.Kernels(others[0] if others else mapper)
+                    address = reservation.view() + request["offset"]
+                    reply = getattr(kernels, request["name"])(address, *request["args"])
                 case "fork":
                     reply = os.fork()
                     if reply == 0:

@@ -7,18 +7,19 @@ import resource
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.faulty_driver import FaultyDriver, Operation
+from tests.helpers.require_gpu import require_gpu
 from tests.helpers.slab_client import SlabClient
 from vmmd.driver import cuda_vmm, host_memfd
 from vmmd.driver.base import Copy, Driver, FileSource, Mapper, ShortRead, Slab, SlabSource
 from vmmd.driver.cuda_mapper import CudaMapper
-from vmmd.driver.cuda_vmm import CudaDriver, available
+from vmmd.driver.cuda_vmm import CudaDriver
 from vmmd.driver.host_memfd import HOST_UUID, HostDriver, HostMapper
 from vmmd.errors import DriverError, Exhausted, InvalidRequest, NotFound
 
@@ -33,27 +34,18 @@ class Platform:
     mapper: Mapper
     uuid: str
     slab_bytes: int
-    options: dict[str, bool] = field(default_factory=dict)  # of a client's mapper
 
     def create(self) -> Slab:
         return self.driver.create(self.uuid, self.slab_bytes)
 
     def client(self, slabs_max: int = 4) -> SlabClient:
         client = SlabClient(self.driver.name)
-        refusal = client.ask(
-            "reserve", device=self.uuid, slab_bytes=self.slab_bytes, slabs_max=slabs_max, options=self.options
-        )
-        assert refusal is None
+        client.reserve(self.uuid, self.slab_bytes, slabs_max)
         return client
 
     def give(self, client: SlabClient, index: int, *slabs: Slab, writable: bool = False) -> object:
         """Exports slabs to a client, which maps them; no descriptor stays here."""
-        fds = [self.driver.export(slab, writable=writable) for slab in slabs]
-        try:
-            return client.ask("map", fds, index=index, writable=writable)
-        finally:
-            for fd in fds:
-                os.close(fd)
+        return client.map(self.driver, index, slabs, writable=writable)
 
 
 def count_descriptors() -> int:
@@ -77,15 +69,6 @@ def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setitem(sys.modules, "cuda.bindings.driver", FakeCuda().module)
         monkeypatch.setattr(cuda_vmm, "FRESH_CHECK_BYTES", 1)
     yield from cuda_platform()
-
-
-def require_gpu() -> None:
-    """Skips, or fails with STRATA_REQUIRE_GPU=1, where the CUDA driver cannot be used."""
-    if missing := available():
-        reason = f"the CUDA driver cannot be used here; missing: {'; '.join(missing)}"
-        if os.environ.get("STRATA_REQUIRE_GPU") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
 
 
 def cuda_platform() -> Iterator[Platform]:
