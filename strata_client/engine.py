@@ -13,6 +13,7 @@ from strata_client.mapping import CellShape, KVRange, Shape, choose_slab_bytes
 from strata_client.models.base import F32
 from strata_client.models.gguf_file import ModelFile
 from strata_client.models.qwen3moe import Qwen3Moe
+from strata_client.output import Signals
 from strata_client.session import OpenedModel, Session, choose_device
 from vmmd.errors import Exhausted, LeaseRevoked, Unavailable, VmmError
 
@@ -50,9 +51,9 @@ class Engine:
         *,
         say: Say,
         say_verbose: Say,
-        between_steps: Callable[[], None],
+        signals: Signals,
     ) -> None:
-        """Takes what `open_engine` made; `between_steps` is called while the session is idle."""
+        """Takes what `open_engine` made."""
         self.model = model
         self.context = context
         self.position = 0
@@ -62,7 +63,7 @@ class Engine:
         self._kv = kv
         self._say = say
         self._say_verbose = say_verbose
-        self._between_steps = between_steps
+        self._signals = signals
         self._ask_again_at = 0
 
     def restart(self) -> None:
@@ -99,20 +100,26 @@ class Engine:
 
         Errors: `LeaseRevoked` if the daemon has taken cells back.
         """
-        self._between_steps()
+        self._signals.between_steps()
         n = len(tokens)
-        with self._opened.steps.step():
-            if self._kv.cells < self.position + n:
-                raise LeaseRevoked(f"the daemon took K/V back: {self._kv.cells} cells are left")
-            self._opened.memory.count(n, prompt=prompt)
-            logits = self.model.forward(
-                np.asarray(tokens, np.int32),
-                self.position,
-                self._opened.memory,
-                self._kv,
-                prompt=prompt,
-                all_logits=all_logits,
-            )
+        self._signals.hold()
+        try:
+            with self._opened.steps.step():
+                if self._kv.cells < self.position + n:
+                    raise LeaseRevoked(f"the daemon took K/V back: {self._kv.cells} cells are left")
+                self._opened.memory.count(n, prompt=prompt)
+                self._signals.release()
+                logits = self.model.forward(
+                    np.asarray(tokens, np.int32),
+                    self.position,
+                    self._opened.memory,
+                    self._kv,
+                    prompt=prompt,
+                    all_logits=all_logits,
+                )
+                self._signals.hold()
+        finally:
+            self._signals.release()
         self.position += n
         self._opened.steps.count(n, self.position)
         return logits
@@ -154,9 +161,7 @@ def open_engine(
     device: str | None,
     say: Say,
     say_verbose: Say,
-    between_steps: Callable[[], None],
-    on_session: Callable[[Session], None],
-    on_opened: Callable[[OpenedModel], None],
+    signals: Signals,
     progress: Callable[[int, int], None],
 ) -> Iterator[Engine]:
     """Opens a model at the daemon in one of `directories`, or at a private one, and gives everything back at the end.
@@ -167,9 +172,7 @@ def open_engine(
         context: most cells of the sequence.
         device: what a user calls the device; None for the first.
         say: takes lines for the user; `say_verbose` those for the curious.
-        between_steps: called while no step runs.
-        on_session: called with the session as soon as there is one.
-        on_opened: called with the opened model.
+        signals: learns what is to be abandoned, and when a step runs.
         progress: called with bytes filled and bytes to fill.
 
     Errors: any `VmmError`.
@@ -190,7 +193,7 @@ def open_engine(
         session = Session.private(choose_slab_bytes(slots, other_bytes, cell.size_bytes))
         say(f"strata: no daemon at {directories[0]}; started a private one")
     try:
-        on_session(session)
+        signals.abandon = session.abandon
         chosen = choose_device(session.devices(), device)
         begin = wire.Begin(
             name=str(model_file.metadata.get("general.name") or Path(model_file.files[0].path).name),
@@ -202,7 +205,7 @@ def open_engine(
         shape = Shape(params.n_layers, params.n_experts, weights, model.expert_bytes)
         fds = [part.fd for part in model_file.files]
         opened = session.open_model(begin, fds, model.stacks(), shape, progress)
-        on_opened(opened)
+        signals.is_idle = lambda: opened.steps.idle
         kv = session.create_kv(opened.model_id, chosen, cell, context)
         say_verbose(
             f"strata: device {chosen.uuid}, {size_text(chosen.slab_bytes)} a slab, arena "
@@ -217,7 +220,7 @@ def open_engine(
                 context,
                 say=say,
                 say_verbose=say_verbose,
-                between_steps=between_steps,
+                signals=signals,
             )
         finally:
             if not session.is_private:  # a private daemon leaves with all of it

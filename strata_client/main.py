@@ -17,7 +17,7 @@ import click
 if TYPE_CHECKING:
     from strata_client.engine import Engine
     from strata_client.models.gguf_file import ModelFile
-    from strata_client.output import Output, Signals
+    from strata_client.output import Output
     from strata_client.tokenizer import Tokenizer
 
 PROGRAM = "strata-client"
@@ -108,8 +108,8 @@ def generate(prompt: str | None, prompt_file: str | None, **options: Any) -> Non
         raise click.UsageError(str(error)) from error
     text = _prompt_text(prompt, prompt_file)
     output = Output()
-    with _opened(run, text, room=max_tokens) as (engine, tokenizer, tokens, signals):
-        _generate(run, engine, tokenizer, tokens, signals, sampler, stops, max_tokens, output)
+    with _opened(run, text, room=max_tokens) as (engine, tokenizer, tokens):
+        _generate(run, engine, tokenizer, tokens, sampler, stops, max_tokens, output)
 
 
 def _generate(
@@ -117,7 +117,6 @@ def _generate(
     engine: "Engine",
     tokenizer: "Tokenizer",
     tokens: list[int],
-    signals: "Signals",
     sampler: Any,
     stops: Any,
     max_tokens: int,
@@ -178,7 +177,7 @@ def perplexity(file: str, save_logits: str | None, **options: Any) -> None:
     text = _prompt_text(None, file)
     output = Output()
     target = Path(save_logits) if save_logits is not None else None
-    with _opened(run, text, room=None) as (engine, _, tokens, _signals):
+    with _opened(run, text, room=None) as (engine, _, tokens):
         start_up_s = seconds_since_start()
         try:
             with replacing(target) as logits_file:
@@ -230,9 +229,7 @@ def _prompt_text(prompt: str | None, prompt_file: str | None) -> str:
 
 
 @contextmanager
-def _opened(
-    run: RunOptions, text: str, room: int | None
-) -> Iterator[tuple["Engine", "Tokenizer", list[int], "Signals"]]:
+def _opened(run: RunOptions, text: str, room: int | None) -> Iterator[tuple["Engine", "Tokenizer", list[int]]]:
     """Everything that a command needs, checked in the order of what is cheapest to refuse.
 
     Args:
@@ -259,14 +256,10 @@ def _opened(
 
         from strata_client.connection import runtime_directories
         from strata_client.engine import open_engine
-        from strata_client.session import Session
 
         def say_verbose(line: str) -> None:
             if run.verbose:
                 say(line)
-
-        def on_session(session: Session) -> None:
-            signals.abandon = session.abandon
 
         with _progress() as progress:
             engine = stack.enter_context(
@@ -278,13 +271,11 @@ def _opened(
                     device=run.device,
                     say=say,
                     say_verbose=say_verbose,
-                    between_steps=signals.between_steps,
-                    on_session=on_session,
-                    on_opened=lambda opened: setattr(signals, "is_idle", lambda: opened.steps.idle),
+                    signals=signals,
                     progress=progress,
                 )
             )
-        yield engine, tokenizer, tokens, signals
+        yield engine, tokenizer, tokens
 
 
 def choose_context(asked: int | None, model_context: int, n_tokens: int, room: int | None) -> int:
@@ -328,6 +319,9 @@ def main() -> NoReturn:
     from strata_client.output import keep_standard_descriptors, say
 
     keep_standard_descriptors()
+    # BLAS threads that wait for each other lose more than they win on a shared host.
+    cpus = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(min(8, max(1, cpus // 2))))
     code = _exit_code(say)
     sys.exit(code)
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from strata_client.text import escape_controls
 
@@ -100,6 +100,9 @@ class Signals:
     step; the second ends the process at once. SIGTSTP stops it when the step is
     done, so that no reader stays behind.
 
+    A step is entered and left with `hold` and `release` around it: raising there
+    could leave the session's lock taken.
+
     Attributes:
         abandon: called before a sudden exit.
         is_idle: whether no step runs.
@@ -109,7 +112,9 @@ class Signals:
         self.abandon: Callable[[], None] = lambda: None
         self.is_idle: Callable[[], bool] = lambda: True
         self._stop_asked = False
-        self._end_asked = False
+        self._ending = 0
+        self._raised = False
+        self._holding = False
 
     def install(self) -> None:
         """Takes over the signals that are not ignored."""
@@ -119,6 +124,19 @@ class Signals:
         if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
             signal.signal(signal.SIGTSTP, self._on_stop)
 
+    def hold(self) -> None:
+        """Nothing is raised from here on."""
+        self._holding = True
+
+    def release(self) -> None:
+        """Raises what came meanwhile, and from here on at once.
+
+        Errors: `Stopped`.
+        """
+        self._holding = False
+        if self._ending and not self._raised:
+            self._raise()
+
     def between_steps(self) -> None:
         """Stops the process if that was asked for during a step."""
         if self._stop_asked:
@@ -126,11 +144,16 @@ class Signals:
             signal.raise_signal(signal.SIGSTOP)
 
     def _on_end(self, number: int, frame: FrameType | None) -> None:
-        if self._end_asked:
+        if self._ending:
             self.abandon()
             os._exit(128 + number)
-        self._end_asked = True
-        raise Stopped(128 + number)
+        self._ending = number
+        if not self._holding:
+            self._raise()
+
+    def _raise(self) -> NoReturn:
+        self._raised = True
+        raise Stopped(128 + self._ending)
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         self._stop_asked = True

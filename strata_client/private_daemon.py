@@ -1,5 +1,6 @@
 """A daemon of one's own, for as long as this process lives: the embedded default."""
 
+import atexit
 import os
 import select
 import shutil
@@ -28,6 +29,7 @@ class PrivateDaemon:
         """Starts the process and returns at once, so that imports overlap its start."""
         base = "/tmp" if os.access("/tmp", os.W_OK | os.X_OK) else None
         self.directory = Path(tempfile.mkdtemp(prefix="strata-", dir=base))
+        atexit.register(self.remove_directory)
         self._log = self.directory / "stderr"
         argv = [sys.executable, "-P", "-m", "vmmd.main", "--private"]
         argv += ["--runtime-dir", os.fspath(self.directory), "--slab-bytes", str(slab_bytes)]
@@ -78,6 +80,7 @@ class PrivateDaemon:
     def remove_directory(self) -> None:
         """Removes the runtime directory, whatever is left in it."""
         shutil.rmtree(self.directory, ignore_errors=True)
+        atexit.unregister(self.remove_directory)
 
     def _last_words(self) -> str:
         with suppress(OSError):

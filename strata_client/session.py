@@ -77,8 +77,9 @@ class Session:
         self.troubles: list[str] = []
         self._broker = broker
         self._private = private
-        self._lock = threading.Lock()
-        self._changes: deque[wire.WatchEvent] = deque()
+        self._lock = threading.Lock()  # of everything mapped: never held while the daemon is waited for
+        self._order = threading.Lock()  # of the daemon's changes: taken before any other
+        self._changes: deque[Callable[[], None]] = deque()
         self._early: list[wire.WatchEvent] = []
         self._ranges: dict[int, MappedRange] = {}
         self._models: list[int] = []
@@ -158,10 +159,8 @@ class Session:
         )
         n_experts = shape.n_layers * shape.n_experts
         batch = Batch([weights, homes, *arena], n_experts)
-        with self._lock:
-            self._broker.fetch(opened.batch_id, lambda grant: batch.take(grant.entries, grant.fds))
-            for range_ in (weights, homes, *arena):
-                self._register(range_)
+        self._broker.fetch(opened.batch_id, lambda grant: batch.take(grant.entries, grant.fds))
+        self._register(weights, homes, *arena)
         if batch.table is None or batch.heat is None:
             raise VmmError("the daemon granted the model without its residency table or heat page")
         membarrier.register()
@@ -182,8 +181,7 @@ class Session:
         )
         reply = self._call("CreateRange", request)
         range_ = MappedRange(mapper_of(reply.range.device_uuid), reply.range, writable=True)
-        with self._lock:
-            self._register(range_)
+        self._register(range_)
         return KVRange(range_, cell)
 
     def grow(self, kv: KVRange, cells: int) -> wire.GrowRangesReply:
@@ -196,9 +194,7 @@ class Session:
         growth = wire.Growth(range_id=kv.range.range_id, cells=cells)
         reply: wire.GrowRangesReply = self._call("GrowRanges", wire.GrowRangesRequest(growths=[growth]))
         if reply.batch_id:
-            batch = Batch([kv.range], 0)
-            with self._lock:
-                self._broker.fetch(reply.batch_id, lambda grant: batch.take(grant.entries, grant.fds))
+            self._fetch_slabs(reply.batch_id, kv.range)
         if kv.cells < cells:
             raise VmmError(f"the daemon granted {cells} cells and sent memory for {kv.cells}")
         return reply
@@ -253,12 +249,13 @@ class Session:
                 call.cancel()
         raise Unavailable("the daemon ended the opening of the model without a word")
 
-    def _register(self, range_: MappedRange) -> None:
-        """Knows a range from here on; changes that came before it are carried out. Lock held."""
-        self._ranges[range_.range_id] = range_
-        early, self._early = self._early, []
-        self._changes.extend(early)
-        self._apply_changes()
+    def _register(self, *ranges: MappedRange) -> None:
+        """Knows ranges from here on; changes that came before that are carried out."""
+        with self._order:
+            self._ranges.update({range_.range_id: range_ for range_ in ranges})
+            early, self._early = self._early, []
+            for event in early:
+                self._carry_out(event)
 
     def _watch(self) -> None:
         import grpc
@@ -278,35 +275,45 @@ class Session:
                 self._gone = f"the daemon at {self.directory} is stopping"
             elif event.notice.message:
                 self.troubles.append(event.notice.message)
-            return
-        if kind is None:
-            return
-        self._changes.append(event)
-        with self._lock:  # between two steps; if one begins first, it carries the change out
+        elif kind is not None:
+            with self._order:
+                self._carry_out(event)
+
+    def _carry_out(self, event: wire.WatchEvent) -> None:
+        """Maps or unmaps what the daemon has changed. Order lock held."""
+        if event.WhichOneof("event") == "slabs_removed":
+            self._change(lambda: self._remove(event.slabs_removed))
+        elif event.slabs_added.range_id in self._ranges:
+            try:
+                self._fetch_slabs(event.slabs_added.batch_id, self._ranges[event.slabs_added.range_id])
+            except VmmError as error:  # what is not mapped is read from its home
+                self.troubles.append(f"memory that was added could not be had: {error}")
+        else:
+            self._early.append(event)
+
+    def _remove(self, removed: wire.SlabsRemoved) -> None:
+        if removed.range_id in self._ranges:
+            self._ranges[removed.range_id].unmap(removed.slab_indexes)
+        if removed.revocation_id:
+            self._outgoing.put(wire.WatchRequest(released_revocation_id=removed.revocation_id))
+
+    def _fetch_slabs(self, batch_id: int, range_: MappedRange) -> None:
+        batch = Batch([range_], 0)
+        self._broker.fetch(batch_id, lambda grant: self._change(lambda: batch.take(grant.entries, grant.fds)))
+
+    def _change(self, change: Callable[[], None]) -> None:
+        """Changes what is mapped between two steps: now, or at the next step's beginning if that comes first."""
+        self._changes.append(change)
+        with self._lock:
             self._apply_changes()
 
     def _apply_changes(self) -> None:
-        """Maps and unmaps what the daemon has changed, in its order. Lock held."""
+        """Carries out changes in their order. Lock held."""
         while self._changes:
-            event = self._changes.popleft()
             try:
-                self._apply(event)
+                self._changes.popleft()()
             except (VmmError, OSError) as error:
-                # What is not mapped is read from its home.
                 self.troubles.append(f"a change of mapped memory failed: {error}")
-
-    def _apply(self, event: wire.WatchEvent) -> None:
-        if event.WhichOneof("event") == "slabs_removed":
-            removed = event.slabs_removed
-            if removed.range_id in self._ranges:
-                self._ranges[removed.range_id].unmap(removed.slab_indexes)
-            if removed.revocation_id:
-                self._outgoing.put(wire.WatchRequest(released_revocation_id=removed.revocation_id))
-        elif event.slabs_added.range_id in self._ranges:
-            batch = Batch([self._ranges[event.slabs_added.range_id]], 0)
-            self._broker.fetch(event.slabs_added.batch_id, lambda grant: batch.take(grant.entries, grant.fds))
-        else:
-            self._early.append(event)
 
 
 def mapper_of(device_uuid: str) -> Mapper:
