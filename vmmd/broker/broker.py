@@ -30,6 +30,8 @@ DESCRIPTORS_MAX = 250
 """A message; the kernel's own limit is 253 (SCM_MAX_FD)."""
 
 HELLO_DEADLINE_S = 5.0
+ACCEPT_PAUSE_S = 0.1
+REFUSED_LINGER_S = 1.0
 CONNECTIONS_WITHOUT_HELLO_MAX = 256
 
 _ANCILLARY_BYTES = socket.CMSG_SPACE(12) + socket.CMSG_SPACE(4 * 253) + socket.CMSG_SPACE(4)
@@ -68,33 +70,47 @@ class Broker:
         self._use_peer_pidfd = use_peer_pidfd
         self._connections: set[_Connection] = set()
         self._loop = asyncio.get_running_loop()
+        self._refused: set[socket.socket] = set()
+        self._paused: asyncio.TimerHandle | None = None
         self.admins: dict[str, int] = {}
         """User ids by the tokens of vmmctl's connections."""
 
     def start(self) -> None:
         """Begins accepting."""
         self._listener.setblocking(False)
+        # Accepted sockets inherit it: a packet may come between accept and anything done then.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _resume(self) -> None:
         self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
         """Stops accepting and closes every connection."""
+        if self._paused is not None:
+            self._paused.cancel()
         self._loop.remove_reader(self._listener)
         self._listener.close()
         for connection in list(self._connections):
             self._end(connection, "vmmd leaves")
+        for sock in self._refused:
+            sock.close()
 
     # Connections
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError as error:
+        except BlockingIOError:
+            return
+        except OSError as error:  # no descriptor left: the connection stays in the backlog, so do not spin
             log.warning("broker.accept_failed", why=error.strerror)
+            self._loop.remove_reader(self._listener)
+            self._paused = self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
             return
         pidfd: int | None = None
         try:
             sock.setblocking(False)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             if sum(c.session is None and c.admin is None for c in self._connections) >= CONNECTIONS_WITHOUT_HELLO_MAX:
                 raise PermissionDenied("too many connections that never said Hello; try again in a few seconds")
             peer = identity.peer_of(sock)
@@ -122,6 +138,14 @@ class Broker:
             sock.send(refused.SerializeToString())
         except OSError:
             pass
+        if len(self._refused) >= CONNECTIONS_WITHOUT_HELLO_MAX:
+            sock.close()
+            return
+        self._refused.add(sock)  # closed at once, it would break under the client's Hello, the reason unread
+        self._loop.call_later(REFUSED_LINGER_S, self._close_refused, sock)
+
+    def _close_refused(self, sock: socket.socket) -> None:
+        self._refused.discard(sock)
         sock.close()
 
     def _end(self, connection: _Connection, why: str) -> None:
@@ -234,6 +258,8 @@ class Broker:
             raise PermissionDenied("say Hello first, as a client")
         done = broker_pb2.BrokerReply(done=broker_pb2.Done())
         if kind == "files":
+            if not fds:
+                raise InvalidRequest("no descriptors came with a packet that lends some")
             for fd in fds:
                 check_descriptor(fd)
             session.add_files(request.files.files_id, list(fds), self._manager.options.files_max)

@@ -64,6 +64,10 @@ class Grown(NamedTuple):
     trades: list[memory_pb2.Trade]
 
 
+CELLS_MAX = 1 << 40
+SLABS_MAX = (1 << 32) - 1
+"""Of a range: the wire counts them with 32 bits."""
+
 ModelKey = tuple[str, tuple[FileIdentity, ...], str, tuple[str, ...]]
 
 
@@ -84,6 +88,7 @@ class Manager:
         self.models: dict[int, Model] = {}
         self._by_key: dict[ModelKey, Model] = {}
         self._by_token: dict[str, Session] = {}
+        self._openings: set[asyncio.Task[None]] = set()
         self.draining = False
         self.empty = asyncio.Event()  # set when the last session of a draining daemon has gone
         self.slabs = Slabs(self)
@@ -190,7 +195,9 @@ class Manager:
                 fds = []
                 self.models[model.model_id] = model
                 self._by_key[key] = model
-                asyncio.create_task(opening.run(self, model)).add_done_callback(lambda t: t.exception())
+                task = asyncio.create_task(opening.run(self, model))
+                self._openings.add(task)
+                task.add_done_callback(self._openings.discard)
             if session.ended:
                 raise LeaseRevoked("the session ended while it opened a model")
             if model not in session.attached:
@@ -312,10 +319,11 @@ class Manager:
         if model_id and not any(m is not None and m.model_id == model_id for m in session.attached):
             raise NotFound(f"model {model_id} is not open in this session")
         size = self.ledger.devices[device].slab_bytes
-        if not 1 <= cells_per_slab <= size or cells_per_slab % 16 or not 1 <= cells_max <= 1 << 40:
+        fits = 1 <= cells_per_slab <= size and cells_per_slab % 16 == 0
+        if not fits or not 1 <= cells_max <= min(CELLS_MAX, cells_per_slab * SLABS_MAX):
             raise InvalidRequest(
                 f"a range of {cells_max} cells, {cells_per_slab} a slab of {size} bytes: a slab holds a positive"
-                " multiple of 16 cells, a range 1 to 2^40 cells"
+                f" multiple of 16 cells, a range 1 to {CELLS_MAX} cells and at most {SLABS_MAX} slabs"
             )
         if len(self.ledger.session_ranges(session.session_id)) >= self.options.ranges_per_session_max:
             raise Exhausted(
@@ -366,6 +374,9 @@ class Manager:
         if len({r.range_id for r in records}) != len(records):
             raise InvalidRequest("a range is named twice in one growth")
         await self.slabs.settled(records)
+        if session.ended:
+            raise LeaseRevoked("the session ended before its range grew")
+        session.check_batches()
         requests = []
         for record, (_, cells) in zip(records, growths, strict=True):
             if not 0 <= cells <= record.cells_max:
@@ -416,6 +427,8 @@ class Manager:
 
     def measure(self) -> None:
         """Takes note of what other programs have: used by the driver's word, less the slabs."""
+        if self.slabs.creating:
+            return  # the driver counts slabs that are not known here yet
         for device in self.ledger.devices.values():
             memory = self.driver.memory(device.uuid)
             slabs = self.slabs.physical_bytes(device.uuid)

@@ -25,7 +25,7 @@ from strata_api.v1 import memory_pb2, pages
 from vmmd.core.arbiter import ArenaTrade
 from vmmd.core.generations import is_behind
 from vmmd.core.ledger import RangeRecord
-from vmmd.core.residency import EMPTY, F64, Arena, Slot
+from vmmd.core.residency import BUSY, EMPTY, F64, Arena, Slot
 from vmmd.driver import membarrier
 from vmmd.driver.base import Copy, Driver, FileSource, ShortRead, Slab, SlabSource
 from vmmd.errors import StaleGeneration, Unavailable, VmmError
@@ -90,7 +90,9 @@ class Model:
     stuck_pids: tuple[int, ...] = ()
     heat_before: F64 = field(init=False)  # at the start of the heat interval
     background: "asyncio.Task[None] | None" = None  # fills the remaining homes
-    tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
+    tasks: "set[asyncio.Task[None]]" = field(default_factory=set)  # wait for stuck readers
+    _quiet: "set[asyncio.Task[None]]" = field(default_factory=set)  # wait to release slots
+    _unmapping: "list[_Unmapping]" = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.heat_before = self.arena.heat
@@ -256,7 +258,13 @@ class Model:
     # Trades
 
     def begin(self, trade: ArenaTrade) -> int:
-        """Step 1, at once: takes the slots of `trade.moves` out of others' reach. Returns the generation."""
+        """Step 1, at once: takes the slots of `trade.moves`, and the empty ones of the victims, out of others' reach.
+
+        Returns the generation.
+        """
+        for index in trade.indexes:
+            for slot in self._slots_that_are(EMPTY, trade.part, index):
+                self.arena.reserve(slot)
         for move in trade.moves:
             if move.displaced == EMPTY:
                 self.arena.reserve(move.to)
@@ -280,18 +288,22 @@ class Model:
 
     async def _finish(self, trade: ArenaTrade, generation: int) -> None:
         arena = self.arena
+        reserved = self._busy_slots(trade)
         try:
             if any(move.displaced != EMPTY for move in trade.moves):
                 await self.quiesce(generation, self.quiesce_deadline_s)
             pieces = [self.slot_piece(move.expert, move.to) for move in trade.moves]
             await self.fill(pieces)
         except Stuck as stuck:
+            for slot in reserved:
+                arena.release(slot)
             self._later(self._release_when_quiet([m.to for m in trade.moves], generation), stuck.pids)
             raise
         except (VmmError, OSError):
-            for move in trade.moves:
-                if arena.slot_of(move.expert) != move.to:
-                    arena.release(move.to)
+            for slot in [*reserved, *(m.to for m in trade.moves if arena.slot_of(m.expert) != m.to)]:
+                arena.release(slot)
+            if left := self._busy_slots(trade):  # of experts that had moved already; old steps may read there
+                self._release_later(left, self.table.bump())
             raise
         for expert in trade.evicted:
             arena.vacate(expert)
@@ -303,10 +315,33 @@ class Model:
             raise StuckVictims(stuck, generation) from None
         self.take_out(trade)
 
+    def _slots_that_are(self, occupant: int, part: int, index: int) -> list[Slot]:
+        occupants = self.arena.parts[part].slabs[index].occupants
+        return [Slot(part, index, int(i)) for i in np.flatnonzero(occupants == occupant)]
+
+    def _busy_slots(self, trade: ArenaTrade) -> list[Slot]:
+        return [slot for index in trade.indexes for slot in self._slots_that_are(BUSY, trade.part, index)]
+
     def take_out(self, trade: ArenaTrade) -> None:
         """Step 4: the emptied slabs leave the arena. Telling its sessions is the caller's."""
         for index in trade.indexes:
             self.arena.remove_slab(trade.part, index)
+
+    def withhold(self, trade: ArenaTrade, revocation_id: int) -> None:
+        """Keeps the indexes of slabs that have left empty until every session has answered the revocation."""
+        self._unmapping.append(_Unmapping(trade.part, tuple(trade.indexes), revocation_id, list(self.sessions)))
+
+    def withheld(self, part: int) -> set[int]:
+        """Indexes at which some session may still have a slab mapped that has gone.
+
+        No other slab may come there yet: that session would take the old one for it.
+        """
+        self._unmapping = [
+            u
+            for u in self._unmapping
+            if any(u.revocation_id in s.revocations and not s.ended and s in self.sessions for s in u.sessions)
+        ]
+        return {index for u in self._unmapping if u.part == part for index in u.indexes}
 
     @property
     def epoch(self) -> int:
@@ -327,6 +362,11 @@ class Model:
         await self.quiesce(generation, float("inf"))
         for slot in slots:
             self.arena.release(slot)
+
+    def _release_later(self, slots: Sequence[Slot], generation: int) -> None:
+        task = asyncio.create_task(self._release_when_quiet(slots, generation))
+        self._quiet.add(task)
+        task.add_done_callback(self._quiet.discard)
 
     def _later(self, waiting: Coroutine[Any, Any, None], pids: Sequence[int]) -> None:
         self.stuck_pids = tuple(pids)
@@ -362,12 +402,22 @@ class Model:
     def close(self) -> None:
         """Closes descriptors and the table; slabs are the manager's to take back."""
         self.closed = True
-        for task in self.tasks:
+        for task in self.tasks | self._quiet:
             task.cancel()
         for fd in self.files:
             os.close(fd)
         self.files.clear()
         self.table.page.close()
+
+
+@dataclass(frozen=True)
+class _Unmapping:
+    """Slabs that have left a part, and the sessions that were told to unmap them."""
+
+    part: int
+    indexes: tuple[int, ...]
+    revocation_id: int
+    sessions: list[Session]
 
 
 class StuckVictims(Exception):

@@ -87,19 +87,21 @@ class Session:
 
     def add_batch(self, batch_id: int, items: list[BatchItem]) -> int:
         """Keeps a grant until it is acknowledged. Errors: `Exhausted`."""
+        self.check_batches()
+        self.batches[batch_id] = items
+        return batch_id
+
+    def check_batches(self) -> None:
+        """Errors: `Exhausted` where no batch more can be kept."""
         if len(self.batches) >= BATCHES_MAX:
             raise Exhausted(
                 f"{BATCHES_MAX} batches wait for this session's acknowledgement; fetch and acknowledge them"
             )
-        self.batches[batch_id] = items
-        return batch_id
 
     def add_files(self, files_id: int, fds: list[int], files_max: int) -> None:
-        """Takes over descriptors that the client lends. Errors: `InvalidRequest`; closes them then."""
+        """Takes over descriptors that the client lends. Errors: `InvalidRequest`; they stay the caller's then."""
         held = sum(map(len, self.files.values()))
         if held + len(fds) > files_max:
-            for fd in fds:
-                os.close(fd)
             raise InvalidRequest(f"{held + len(fds)} files lent at once; at most {files_max} are possible (files_max)")
         self.files.setdefault(files_id, []).extend(fds)
 

@@ -7,7 +7,7 @@ committed in the ledger before the first await; what fails is undone.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,8 @@ HELD_DEADLINE_S = 1.0
 """How long a slab that was given back, or whose client died, may still be held before it is quarantined."""
 
 ATTEMPTS_MAX = 16
+WAIT_DEADLINE_S = 10.0
+"""How long a plan waits for what others are doing with the memory that it needs."""
 
 
 class _PlanAgain(Exception):
@@ -64,6 +66,7 @@ class Slabs:
         self._tasks: set[asyncio.Task[None]] = set()
         self._lingering: dict[int, set[int]] = {}  # by revocation: slabs that somebody may have mapped at an old place
         self._busy: Counter[int] = Counter()  # ranges that a plan is being carried out for
+        self.creating = 0  # slabs that a worker thread is creating
 
     def is_at(self, placed: Placed) -> bool:
         """Whether a slab is still at that place, and not on its way back."""
@@ -89,16 +92,22 @@ class Slabs:
             self._tidy()
 
     async def _provide(self, requests: Sequence[arbiter.Request], keep_models: Collection[int]) -> Provided:
-        for _ in range(ATTEMPTS_MAX):
+        attempts = 0
+        until = time.monotonic() + WAIT_DEADLINE_S
+        while attempts < ATTEMPTS_MAX:
             try:
                 plan = arbiter.plan(self._ledger, self._manager.holders(), requests, keep_models=keep_models)
             except Exhausted:
-                if await self._wait_for_memory(requests):
+                if time.monotonic() < until and await self._wait_for_memory(requests):
                     continue
                 raise
+            attempts += 1
             if plan.drop:
                 for model_id in plan.drop:
-                    await self._manager.drop_model(self._manager.models[model_id])
+                    dropping = asyncio.create_task(self._manager.drop_model(self._manager.models[model_id]))
+                    self._tasks.add(dropping)  # others who need memory wait for it, too
+                    dropping.add_done_callback(self._tasks.discard)
+                    await dropping
                 continue
             try:
                 return await self._carry_out(plan, requests)
@@ -109,7 +118,11 @@ class Slabs:
         raise Exhausted("no slab could be had: the readers of every arena that could give some are stuck")
 
     async def _wait_for_memory(self, requests: Sequence[arbiter.Request]) -> bool:
-        """Waits for slabs that are on their way back, or experts that will soon be evictable; False if none are."""
+        """Waits for slabs that are on their way back, or experts that will soon be evictable; False if none are.
+
+        Slots that are being filled and slabs that another plan has in hand may be
+        somebody's to give a moment later.
+        """
         domains = {self._ledger.ranges[r.range_id].domain for r in requests}
         filling = [
             m.background
@@ -119,16 +132,25 @@ class Slabs:
         pending = [*self._tasks, *filling]
         if pending:
             await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        return bool(pending)
+            return True
+        working = any(m.working for m in self._manager.models.values() if m.arena.domain in domains)
+        if working or self._busy.total() > len(requests):
+            await asyncio.sleep(0.002)
+            return True
+        return False
 
     async def settled(self, records: Sequence[RangeRecord]) -> None:
-        """Waits until no slab of these ranges is on its way back."""
-        while any(self._ledger.slabs[i].state is SlabState.REVOKING for r in records for i in r.slabs.values()):
+        """Waits until no slab of these ranges is on its way back and no other plan is made for them."""
+        while any(
+            self._busy[r.range_id] or any(self._ledger.slabs[i].state is SlabState.REVOKING for i in r.slabs.values())
+            for r in records
+        ):
             await asyncio.sleep(0.001)
 
     def physical_bytes(self, device: str) -> int:
         """Bytes of the slabs that exist on a device."""
-        return sum(s.size_bytes for s in self.physical.values() if s.device_uuid == device)
+        slabs = list(self.physical.values())  # at once: worker threads add to it
+        return sum(s.size_bytes for s in slabs if s.device_uuid == device)
 
     # Carrying out
 
@@ -138,7 +160,7 @@ class Slabs:
         fresh: list[int] = []  # of them, not created physically yet
         free_slabs = 0
         begun: list[tuple[Model, arbiter.ArenaTrade, int]] = []
-        leases = _Leases(self._ledger, requests)
+        leases = _Leases(self._ledger, requests, self._hole)
         held = [i for d in plan.devices for i in d.destroy if self._driver.held_elsewhere(self.physical[i])]
         if held:  # free for its own domain, but not to be destroyed for another
             for slab_id in held:
@@ -248,6 +270,7 @@ class Slabs:
             session.send(memory_pb2.WatchEvent(epoch=self._manager.epoch, slabs_removed=removed))
         if model.sessions:
             self._lingering[revocation] = set(trade.slab_ids)
+            model.withhold(trade, revocation)
         return revocation
 
     def forget_answered(self) -> None:
@@ -268,7 +291,12 @@ class Slabs:
                 self._ledger.finish_revoke(slab_id, time.monotonic())
                 self._destroy(slab_id)
             new = [self._ledger.create(device, domains[device], time.monotonic()) for _ in gone]
-            await self._create(new)
+            try:
+                await self._create(new)
+            except VmmError:
+                for slab_id in new:
+                    self._give_up(slab_id)
+                raise
             made += new
             if len(gone) < len(trade.slab_ids):
                 for slab_id in new:
@@ -305,6 +333,7 @@ class Slabs:
             return
         loop = asyncio.get_running_loop()
         wanted = [(i, self._ledger.slabs[i].device) for i in slab_ids]
+        self.creating += len(wanted)
 
         def work() -> Exception | None:
             for slab_id, device in wanted:
@@ -314,7 +343,10 @@ class Slabs:
                     return error
             return None
 
-        error = await loop.run_in_executor(self._manager.executor, work)
+        try:
+            error = await loop.run_in_executor(self._manager.executor, work)
+        finally:
+            self.creating -= len(wanted)
         if error is not None:
             raise error
 
@@ -330,6 +362,14 @@ class Slabs:
     def _destroy(self, slab_id: int) -> None:
         self._ledger.destroy(slab_id)
         self._driver.destroy(self.physical.pop(slab_id))
+
+    def _hole(self, record: RangeRecord) -> int:
+        """The lowest index of a range that nobody has another slab mapped at."""
+        model = self._manager.models.get(record.owner) if record.kind is RangeKind.ARENA else None
+        withheld = model.withheld(model.ranges.index(record)) if model is not None else set()
+        if not withheld:
+            return record.hole()
+        return next(i for i in range(record.slabs_max) if i not in record.slabs and i not in withheld)
 
     # Taking back
 
@@ -408,8 +448,9 @@ class Slabs:
 class _Leases:
     """Hands slabs to the requests' ranges, lowest empty index first."""
 
-    def __init__(self, ledger: Ledger, requests: Sequence[arbiter.Request]) -> None:
+    def __init__(self, ledger: Ledger, requests: Sequence[arbiter.Request], hole: Callable[[RangeRecord], int]) -> None:
         self._ledger = ledger
+        self._hole = hole
         self._wanted = {r.range_id: r.slabs for r in requests}
         self.placed: list[Placed] = []
 
@@ -419,7 +460,7 @@ class _Leases:
         for range_id, count in self._wanted.items():
             into = self._ledger.ranges[range_id]
             if count and (into.device, into.domain) == (slab.device, slab.domain):
-                index = into.hole()
+                index = self._hole(into)
                 self._ledger.lease(slab_id, range_id, index, now_s)
                 self._wanted[range_id] -= 1
                 self.placed.append(Placed(range_id, index, slab_id))

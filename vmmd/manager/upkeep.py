@@ -110,9 +110,12 @@ class Upkeep:
         for p, record in enumerate(model.ranges):
             sizes = wanted_slabs(model.arena, p)
             free = self._returnable(record)
-            sizes = sizes[: min(free, record.slabs_max - len(record.slabs))]
-            if sizes:
-                await self._add_slabs(model, p, record, sizes)
+            sizes = sizes[: min(free, record.slabs_max - len(record.slabs) - len(model.withheld(p)))]
+            try:
+                if sizes:
+                    await self._add_slabs(model, p, record, sizes)
+            except VmmError as error:
+                log.warning("arena.not_grown", model=model.model_id, slabs=len(sizes), why=error.message)
         try:
             while model.movable and await model.refill(REFILL_BYTES):
                 pass

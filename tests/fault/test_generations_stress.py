@@ -1,0 +1,82 @@
+"""Experts move while processes read them: every byte that a step reads is the right expert's."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.helpers.daemon import Daemon, running_daemon
+from tests.helpers.peer import Admin, Remote, SmallModel, public_model
+
+# 64 experts in 13 slabs of 5 slots; the device has room for 16 slabs, one of them weights
+CONFIG = """
+slab_bytes = "64KiB"
+give_back_delay_s = 0.0
+heat_interval_s = 0.02
+floor_slots = 10
+[host]
+device_bytes = "1MiB"
+ram_bytes = "4MiB"
+"""
+
+
+@pytest.fixture
+def model() -> Iterator[SmallModel]:
+    with public_model() as made:
+        yield made
+
+
+def _stress(daemon: Daemon, model: SmallModel, seconds: float, readers: int) -> tuple[int, int, int, int]:
+    """(reads, of device slots, generations, slabs traded) while one client grows and shrinks; none may be wrong."""
+    with ExitStack() as stack:
+        peers = [stack.enter_context(Remote(daemon.directory)) for _ in range(readers)]
+        mover = stack.enter_context(Remote(daemon.directory))
+        for peer in [*peers, mover]:
+            peer.ask("open", model)
+        admin = stack.enter_context(Admin(daemon.directory))
+        generation = admin.status().models[0].generation
+        mover.ask("create")
+        stop = threading.Event()
+        growths = [0, 0]
+
+        def move() -> None:
+            while not stop.is_set():
+                for slabs in (4, 9, 2, 11, 0):
+                    growths[0] += 1
+                    growths[1] += mover.ask("grow", slabs) if slabs else 0
+                    mover.ask("shrink", slabs // 2)
+                mover.ask("heat", growths[0] % model.n_layers, [growths[0] % 16, (growths[0] * 7 + 3) % 16], 50)
+
+        for seed, peer in enumerate(peers):
+            peer.tell("count_reads", seconds, seed)
+        thread = threading.Thread(target=move)
+        thread.start()
+        found = [peer.answer(seconds + 60) for peer in peers]
+        stop.set()
+        thread.join()
+        reads, on_device, wrong = (sum(values, type(values[0])()) for values in zip(*found, strict=True))
+        assert wrong == []
+        assert all(peer.ask("troubles") == [] for peer in peers)
+        return reads, on_device, admin.status().models[0].generation - generation, growths[1]
+
+
+def test_no_reader_ever_sees_another_experts_bytes(model: SmallModel) -> None:
+    """While slabs are traded to and fro, readers in steps find in every slot the expert that the table names."""
+    with running_daemon(CONFIG) as daemon:
+        reads, on_device, generations, traded = _stress(daemon, model, 12, 2)
+    assert reads > 50_000
+    assert reads // 20 < on_device < reads
+    assert generations > 200
+    assert traded > 50
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(1200)
+def test_millions_of_reads(model: SmallModel) -> None:
+    """The same for ten minutes, or STRATA_STRESS_S seconds."""
+    with running_daemon(CONFIG) as daemon:
+        counts = _stress(daemon, model, float(os.environ.get("STRATA_STRESS_S", "600")), 3)
+    print("reads, on device, generations, slabs traded:", *counts)
+    assert counts[0] > 1_000_000
