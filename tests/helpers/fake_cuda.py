@@ -53,6 +53,16 @@ def _struct(**fields: Any) -> Callable[[], SimpleNamespace]:
     return lambda: SimpleNamespace(**{name: make() for name, make in fields.items()})
 
 
+class _Properties:
+    """As with the real structure, what it contains is gone with it."""
+
+    def __init__(self, location: SimpleNamespace) -> None:
+        self.location = location
+
+    def __del__(self) -> None:
+        vars(self.location).clear()
+
+
 class FakeCuda:
     """State of the stand-in: what exists, how often each function was called, and which call is to fail.
 
@@ -254,7 +264,8 @@ class FakeCuda:
 
     def cuMemGetAllocationPropertiesFromHandle(self, handle: int) -> Any:
         _, _, kind, number = self.handles[handle]
-        return SimpleNamespace(location=SimpleNamespace(type=kind, id=number))
+        place = SimpleNamespace(type=kind, id=number)
+        return _Properties(place)
 
     def cuMemAddressReserve(self, size: int, alignment: int, address: int, flags: int) -> int:
         base = host_memfd._reserve(0, size, 0)

@@ -5,9 +5,12 @@ or a `DriverError`. The bindings are imported on first use: a host without them
 can still import this module and be told what is missing.
 """
 
+import fcntl
 import importlib
+import os
+import resource
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 from uuid import UUID
@@ -178,6 +181,17 @@ def access(cu: Any, ordinals: Sequence[int], numa_node: int | None = None, *, wr
         )
         descriptions.append(description)
     return descriptions
+
+
+def widen_descriptor_table(n: int) -> None:
+    """Makes this process's table large enough for `n` descriptors, as far as its limit allows.
+
+    The kernel widens it by doubling, and where threads share it, waits each time
+    for an RCU grace period: milliseconds in the middle of a grant.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError), open("/dev/null", "rb") as null:
+        os.close(fcntl.fcntl(null, fcntl.F_DUPFD_CLOEXEC, min(n, soft) - 1))
 
 
 def check_peer_access(value: str) -> None:

@@ -20,11 +20,14 @@ from vmmd.driver.cuda_calls import Gpu, PeerAccess, call
 from vmmd.driver.host_memfd import HostReservation
 from vmmd.errors import DriverError, InvalidRequest, NotFound
 
-_NO_SLAB = frozenset(
+_IS_NO_SLAB = frozenset(
     f"CUDA_ERROR_{name}"
-    for name in ("INVALID_VALUE", "INVALID_HANDLE", "INVALID_DEVICE", "NOT_SUPPORTED", "OPERATING_SYSTEM")
+    for name in ("INVALID_VALUE", "INVALID_HANDLE", "INVALID_DEVICE", "NOT_SUPPORTED", "OPERATING_SYSTEM", "UNKNOWN")
 )
-"""What import and map answer to a descriptor that is something else, or of another size."""
+"""What an import answers to a descriptor of something else."""
+_IS_OF_ANOTHER_SIZE = frozenset({"CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED"})
+"""What a map answers when it is not asked for the whole slab."""
+_DESCRIPTORS = 1024  # more than a batch of slabs brings
 
 
 class CudaMapper:
@@ -53,6 +56,7 @@ class CudaMapper:
             seen = ", ".join([*by_uuid, *missing]) or "none"
             raise NotFound(f"this process sees no GPU {device_uuid!r}; it sees {seen} (CUDA_VISIBLE_DEVICES?)")
         self.gpu: Gpu = by_uuid[device_uuid]
+        cuda_calls.widen_descriptor_table(_DESCRIPTORS)
         self.context = call(cu.cuDevicePrimaryCtxRetain, self.gpu.ordinal)
         self.host = host
         self.host_access = host_access
@@ -184,11 +188,12 @@ class CudaReservation:
         try:
             handle = call(cu.cuMemImportFromShareableHandle, fd, cuda_calls.descriptor_type(cu))
         except DriverError as error:
-            if error.name not in _NO_SLAB:
+            if error.name not in _IS_NO_SLAB:
                 raise
             raise InvalidRequest(f"descriptor {fd} is no slab: {error.message}") from error
         try:
-            location = call(cu.cuMemGetAllocationPropertiesFromHandle, handle).location
+            prop = call(cu.cuMemGetAllocationPropertiesFromHandle, handle)
+            location = prop.location  # lives in prop
             if mapper.host:
                 expected, fits = "host memory", location.type == kind.CU_MEM_LOCATION_TYPE_HOST_NUMA
             else:
@@ -207,7 +212,7 @@ class CudaReservation:
         try:
             call(self._cu.cuMemMap, address, self.slab_bytes, 0, handle, 0)
         except DriverError as error:
-            if error.name not in _NO_SLAB:
+            if error.name not in _IS_OF_ANOTHER_SIZE:
                 raise
             raise InvalidRequest(f"this is no slab of {self.slab_bytes} bytes: {error.message}") from error
 

@@ -31,6 +31,8 @@ from vmmd.errors import DriverError, Exhausted, InvalidRequest, NoDevice, NotFou
 FRESH_CHECK_BYTES = 64 << 20
 """How much of each device is dirtied, released and looked at again at start."""
 
+_DESCRIPTORS = 8192  # of 64 MiB slabs, half a TiB
+
 log = structlog.get_logger("vmmd")
 
 
@@ -98,6 +100,7 @@ class CudaDriver:
         self._to_clear: frozenset[str] = frozenset()
         self._memfds: HostDriver | None = None
         self._contexts: dict[str, Any] = {}
+        cuda_calls.widen_descriptor_table(_DESCRIPTORS)
         with ExitStack() as undo:
             for gpu in gpus:
                 self._contexts[gpu.uuid] = call(cu.cuDevicePrimaryCtxRetain, gpu.ordinal)
@@ -175,18 +178,23 @@ class CudaDriver:
 
     def fill(self, copies: Sequence[Copy]) -> None:
         """Reads files with several threads; copy engines do the rest. Slabs stay mapped here from then on."""
+        slabs: dict[_Allocation, Slab] = {}
         for copy in copies:
             _check_bounds(copy.target, copy.offset_bytes, copy.length_bytes)
+            slabs[copy.target.handle] = copy.target
             if isinstance(copy.source, SlabSource):
                 _check_bounds(copy.source.slab, copy.source.offset_bytes, copy.length_bytes)
+                slabs[copy.source.slab.handle] = copy.source.slab
+        self._filler.each(self._slab_place, [slab for allocation, slab in slabs.items() if not allocation.address])
+        places = {allocation: self._slab_place(slab) for allocation, slab in slabs.items()}
         pieces = []
         for copy in copies:
             source = copy.source
             pieces.append(
                 Piece(
-                    self._slab_place(copy.target) + copy.offset_bytes,
+                    places[copy.target.handle] + copy.offset_bytes,
                     copy.length_bytes,
-                    self._slab_place(source.slab) + source.offset_bytes if isinstance(source, SlabSource) else source,
+                    places[source.slab.handle] + source.offset_bytes if isinstance(source, SlabSource) else source,
                 )
             )
         self._filler.fill([piece for piece in pieces if piece.length_bytes])
