@@ -1,4 +1,4 @@
-"""`vmmctl`: looks at a daemon and drains it.
+"""`vmmctl`: looks at a daemon and drains it, and probes the host.
 
 It keeps no model of its own: everything shown is one snapshot of the daemon's.
 """
@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import click
 
+from vmmd.ctl.doctor import doctor
 from vmmd.ctl.drain import drain
 from vmmd.ctl.status import status
 from vmmd.errors import VmmError
@@ -19,11 +20,12 @@ EXIT_NO_DAEMON = 3
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="strata-vmm", prog_name=PROGRAM)
 def cli() -> None:
-    """Looks at vmmd, which owns this host's GPU memory, and drains it."""
+    """Looks at vmmd, which owns this host's GPU memory, drains it, and probes the host."""
 
 
 cli.add_command(status)
 cli.add_command(drain)
+cli.add_command(doctor)
 
 
 def main() -> NoReturn:
