@@ -1,0 +1,426 @@
+"""Clients that die or stop at any moment, and drivers that fail: what was there before is there afterwards."""
+
+import asyncio
+import dataclasses
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.daemon import Daemon, running_daemon, wait_until
+from tests.helpers.faulty_driver import FaultyDriver, Operation
+from tests.helpers.peer import (
+    MATRIX_BYTES,
+    WEIGHTS_BYTES,
+    Admin,
+    Remote,
+    SmallModel,
+    descriptors_of,
+    public_model,
+    threads_of,
+    wait_for_descriptors,
+    write_model,
+)
+from vmmd.core import geometry
+from vmmd.core.ledger import DeviceRecord, SlabState
+from vmmd.driver.host_memfd import HOST_UUID, HostDriver
+from vmmd.errors import VmmError
+from vmmd.manager import Manager
+from vmmd.manager import model as model_module
+from vmmd.manager.manager import Options
+from vmmd.manager.session import Session
+
+SLAB_BYTES = 64 << 10
+CONFIG = """
+slab_bytes = "64KiB"
+give_back_delay_s = 0.05
+quiesce_deadline_ms = 300
+floor_slots = 10
+[host]
+device_bytes = "2MiB"
+ram_bytes = "4MiB"
+"""
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with running_daemon(CONFIG) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[SmallModel]:
+    with public_model() as made:
+        yield made
+
+
+def _kv_bytes(admin: Admin) -> int:
+    device = admin.device()
+    return int(device.kv_bytes + device.revoking_bytes + device.quarantined_bytes)
+
+
+def test_memory_of_a_killed_client_is_free_within_a_second(daemon: Daemon, model: SmallModel) -> None:
+    """After SIGKILL in a step with K/V mapped, its cells are free within a second and the experts stay."""
+    with Admin(daemon.directory) as admin, Remote(daemon.directory) as stays:
+        stays.ask("open", model)
+        for _ in range(5):
+            peer = Remote(daemon.directory)
+            peer.ask("open", model)
+            peer.ask("create")
+            peer.ask("grow", 8)
+            peer.ask("begin_step")
+            assert _kv_bytes(admin) == 8 * SLAB_BYTES
+            peer.kill()
+            began = time.monotonic()
+            wait_until(lambda: _kv_bytes(admin) == 0 and len(admin.status().sessions) == 1, 1)
+            assert time.monotonic() - began < 1
+        assert stays.ask("wrong_experts") == 0
+
+
+def test_a_hundred_kills_leave_nothing(daemon: Daemon, model: SmallModel) -> None:
+    """Clients killed while they connect, open, grow or decode leave bytes, descriptors and threads where they were."""
+    chance = random.Random(1)
+    pid = daemon.process.pid
+
+    def life(peer: Remote, deed: str) -> None:
+        if deed == "connect":
+            peer.tell("connect")
+            return
+        peer.ask("connect")
+        if deed == "open":
+            peer.tell("open", model)
+            return
+        peer.ask("open", model)
+        peer.ask("create")
+        if deed == "decode":
+            peer.ask("grow", 3)
+            peer.tell("count_reads", 60.0)
+            return
+        peer.tell("grow", chance.choice([4, 20, 26]))
+
+    with Admin(daemon.directory) as admin, Remote(daemon.directory) as stays:
+        stays.ask("open", model)
+        for deed in ("connect", "open", "grow", "decode") * 2:  # threads and whatever else comes with the first ones
+            with Remote(daemon.directory, connect=False) as peer:
+                life(peer, deed)
+        wait_until(lambda: len(admin.status().sessions) == 1 and _kv_bytes(admin) == 0, 5)
+        wait_until(lambda: admin.status().models[0].resident == model.n, 5)
+        descriptors, threads = descriptors_of(pid), threads_of(pid)
+        for _ in range(100):
+            peer = Remote(daemon.directory, connect=False)
+            life(peer, chance.choice(["connect", "open", "grow", "grow", "decode"]))
+            peer.process.join(chance.random() * 0.02)  # which it does not: a random moment later
+            peer.kill()
+        wait_until(lambda: len(admin.status().sessions) == 1 and _kv_bytes(admin) == 0, 2, lambda: str(admin.status()))
+        wait_until(lambda: admin.status().models[0].resident == model.n, 5, lambda: str(admin.status()))
+        wait_for_descriptors(pid, descriptors)
+        assert threads_of(pid) <= threads + 12  # workers of the daemon's pools that were not needed before
+        device = admin.device()
+        held = device.experts_bytes + device.weights_bytes
+        assert held + device.free_bytes == device.total_bytes
+        assert (device.quarantined_bytes, device.revoking_bytes, device.unmanaged_bytes) == (0, 0, 0)
+        assert stays.ask("wrong_experts") == 0
+        assert "Traceback" not in daemon.log.read_text()
+
+
+def test_a_stopped_reader_delays_its_own_arena_only(daemon: Daemon, tmp_path: Path) -> None:
+    """SIGSTOP in a step: its arena's trades end at the deadline, others go on, its pid is shown, SIGCONT heals it."""
+    first, second = write_model(tmp_path / "first"), write_model(tmp_path / "second", 2, 20)
+    with (
+        Admin(daemon.directory) as admin,
+        Remote(daemon.directory) as stopped,
+        Remote(daemon.directory) as other,
+        Remote(daemon.directory) as grower,
+    ):
+        stopped.ask("open", first)
+        other.ask("open", second)
+        stopped.ask("begin_step")
+        stopped.signal(signal.SIGSTOP)
+        grower.ask("create")
+        free = (admin.device().free_bytes) // SLAB_BYTES
+        began = time.monotonic()
+        grower.ask("grow", free + 4)  # the first arena's slabs are as cold as the second's: it is asked, too
+        assert time.monotonic() - began < 3
+        models = {m.name: m for m in admin.status().models}
+        if models["first"].stuck_pids:
+            assert list(models["first"].stuck_pids) == [stopped.pid]
+        with pytest.raises(VmmError):
+            grower.ask("grow", free + 18)
+        models = {m.name: m for m in admin.status().models}
+        assert list(models["first"].stuck_pids) == [stopped.pid]
+        assert not models["second"].stuck_pids
+        assert other.ask("wrong_experts") == 0
+        stopped.signal(signal.SIGCONT)
+        stopped.ask("end_step")
+        wait_until(lambda: not any(m.stuck_pids for m in admin.status().models), 2)
+        grower.ask("grow", free + 12)
+        assert stopped.ask("wrong_experts") == 0
+        assert other.ask("wrong_experts") == 0
+
+
+# A driver that fails, under the manager in this process
+
+
+class _Host:
+    """A manager over a faulty driver, and one session of this process."""
+
+    def __init__(self, device_slabs: int = 20, homes_slabs: int = 20) -> None:
+        devices = [("SIM", "simulated", device_slabs * SLAB_BYTES)]
+        self.driver = FaultyDriver(HostDriver(devices, homes_slabs * SLAB_BYTES))
+        records = [
+            DeviceRecord(d.uuid, d.name, SLAB_BYTES, d.total_bytes, d.total_bytes, is_host=d.uuid == HOST_UUID)
+            for d in self.driver.devices()
+        ]
+        self.manager = Manager(self.driver, records, Options(floor_slots=10, quiesce_deadline_s=0.2))
+        self.session = self.connect("user")
+        self._files = 0
+
+    def connect(self, domain: str) -> Session:
+        return self.manager.connect(os.getpid(), 0, 0, domain, "test", os.pidfd_open(os.getpid()))
+
+    async def open(self, model: SmallModel, session: Session | None = None) -> Any:
+        session = session or self.session
+        self._files += 1
+        session.add_files(self._files, [os.open(model.path, os.O_RDONLY)], 100)
+        stacks = [geometry.Stack(*dataclasses.astuple(stack)) for stack in model.stacks]
+        weights = [geometry.Extent(0, 0, WEIGHTS_BYTES)]
+        shape = model.n_layers, model.n_experts, model.top_k
+        opened, _ = await self.manager.open_model(session, self._files, "m", [], shape, stacks, weights)
+        await asyncio.shield(opened.ready)
+        if opened.background is not None:
+            await asyncio.wait([opened.background])
+        return opened
+
+    def range(self, session: Session | None = None) -> int:
+        return self.manager.create_range(session or self.session, "", 0, 16, 16 * 1000).range_id
+
+    def fetch(self, batch_id: int, session: Session | None = None) -> int:
+        found, _, _ = self.manager.descriptors(session or self.session, batch_id, 0, 250)
+        for _, fd in found:
+            os.close(fd)
+        return len(found)
+
+    def state(self) -> tuple[dict[str, int], int, int]:
+        """What must not change by a failure: the ledger's sums, physical slabs, descriptors."""
+        ledger = self.manager.ledger
+        ledger.check()
+        for model in self.manager.models.values():
+            model.arena.check()
+        assert set(self.manager.slabs.physical) == set(ledger.slabs)
+        assert len(self.driver.live) == len(ledger.slabs)
+        sums = {f"{d} {k}": v for d in ledger.devices for k, v in ledger.bytes_by_kind(d).items() if k != "free"}
+        free = sum(len(ledger.slabs_in(d, SlabState.FREE)) for d in ledger.devices)
+        return sums, len(ledger.slabs) - free, len(os.listdir("/proc/self/fd")) - len(ledger.slabs)
+
+    async def close(self) -> None:
+        for session in list(self.manager.sessions.values()):
+            self.manager.disconnect(session, "the test ends")
+        for model in list(self.manager.models.values()):
+            await self.manager.drop_model(model)
+        await self.manager.close()
+
+
+def _run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(scenario())
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def _errors(operation: Operation) -> Sequence[Exception | None]:
+    return [None, OSError(5, "Input/output error")] if operation == "fill" else [None]
+
+
+@pytest.mark.parametrize("operation", ["create", "fill"])
+def test_a_failing_driver_leaves_nothing_of_an_opening(model: SmallModel, operation: Operation) -> None:
+    """Whichever call fails while a model is opened, nothing of it is left, and the next opening succeeds."""
+
+    async def scenario() -> None:
+        host = _Host(40)
+        try:
+            before = host.state()
+            failures = 0
+            for error in _errors(operation):
+                for n in range(1, 60):
+                    host.driver.fail_at(operation, n, error)
+                    try:
+                        opened = await host.open(model)
+                    except VmmError:
+                        failures += 1
+                        assert host.state() == before
+                        continue
+                    host.driver.heal()
+                    host.manager.close_model(host.session, opened.model_id)
+                    await host.manager.drop_model(opened)
+                    assert host.state() == before
+                    break
+                else:
+                    raise AssertionError("every opening failed")
+            assert failures >= (5 if operation == "create" else 1)  # slabs that were made stay, free, for the next try
+            await host.open(model)
+        finally:
+            await host.close()
+
+    _run(scenario)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 32 << 20])
+@pytest.mark.parametrize("operation", ["create", "fill", "export"])
+def test_a_failing_driver_leaves_nothing_of_a_growth(
+    model: SmallModel, operation: Operation, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever call fails while a range grows out of free slabs and an arena, the next growth finds everything."""
+    monkeypatch.setattr(model_module, "CHUNK_BYTES", chunk_bytes)
+
+    async def scenario() -> None:
+        host = _Host(18)
+        try:
+            opened = await host.open(model)
+            heat = opened.arena.heat
+            heat[:] = range(model.n, 0, -1)  # the first experts are hot
+            opened.arena.heat[::7] = 1000.0
+            opened.heat_before = opened.arena.heat
+            range_id = host.range()
+            before = host.state()
+            failures = 0
+            for n in range(1, 60):
+                host.driver.fail_at(operation, n)
+                try:
+                    grown = await host.manager.grow(host.session, [(range_id, 16 * 9)])
+                    host.fetch(grown.batch_id)
+                    succeeded = True
+                except VmmError:
+                    failures += 1
+                    succeeded = False
+                host.driver.heal()
+                await _settle(host)
+                if not succeeded and operation != "export":
+                    await _give_back(host, opened)  # what the arena gave before is free
+                    assert host.state() == before, n
+                grown = await host.manager.grow(host.session, [(range_id, 16 * 9)])
+                if grown.batch_id:
+                    assert host.fetch(grown.batch_id) == 9
+                await host.manager.shrink(host.session, range_id, 0)
+                host.session.batches.clear()
+                await _give_back(host, opened)
+                assert host.state() == before, n
+                _check_bytes(host, opened, model)
+                if succeeded:
+                    break
+            else:
+                raise AssertionError("every growth failed")
+            assert failures >= 1
+        finally:
+            await host.close()
+
+    _run(scenario)
+
+
+def test_a_failing_creation_leaves_nothing_of_a_revocation(model: SmallModel) -> None:
+    """Where the new slabs of a trade between domains cannot be made, the old ones are gone and nothing else is."""
+
+    async def scenario() -> None:
+        host = _Host(16)
+        try:
+            await host.open(model)
+            stranger = host.connect("stranger")
+            range_id = host.range(stranger)
+            for n in range(1, 8):
+                host.driver.fail_at("create", n)
+                with suppress(VmmError):
+                    await host.manager.grow(stranger, [(range_id, 16 * 6)])
+                host.driver.heal()
+                host.state()
+                grown = await host.manager.grow(stranger, [(range_id, 16 * 6)])
+                if grown.batch_id:
+                    assert host.fetch(grown.batch_id, stranger) == 6
+                await host.manager.shrink(stranger, range_id, 0)
+                stranger.batches.clear()
+                host.state()
+        finally:
+            await host.close()
+
+    _run(scenario)
+
+
+def test_a_growth_whose_caller_hangs_up_is_given_back(model: SmallModel) -> None:
+    """Cancelled at any moment, a growth leaves no slab leased and none on its way."""
+
+    async def scenario() -> None:
+        host = _Host(18)
+        try:
+            opened = await host.open(model)
+            range_id = host.range()
+            before = host.state()
+            for turns in range(12):
+                growing = asyncio.create_task(host.manager.grow(host.session, [(range_id, 16 * 9)]))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                growing.cancel()
+                with suppress(asyncio.CancelledError):
+                    await growing
+                await _settle(host)
+                await host.manager.shrink(host.session, range_id, 0)
+                await _give_back(host, opened)
+                assert host.state() == before
+        finally:
+            await host.close()
+
+    _run(scenario)
+
+
+def test_two_growths_of_one_range_at_once_are_one(model: SmallModel) -> None:
+    """A session that asks twice at once for the same cells gets them once."""
+
+    async def scenario() -> None:
+        host = _Host(18)
+        try:
+            await host.open(model)
+            range_id = host.manager.create_range(host.session, "", 0, 16, 16 * 9).range_id
+            growths = [host.manager.grow(host.session, [(range_id, 16 * 9)]) for _ in range(4)]
+            done = await asyncio.gather(*growths)
+            assert sorted(bool(grown.batch_id) for grown in done) == [False, False, False, True]
+            assert len(host.manager.ledger.ranges[range_id].slabs) == 9
+        finally:
+            await host.close()
+
+    _run(scenario)
+
+
+async def _settle(host: _Host) -> None:
+    """Waits until nothing is on its way."""
+    until = time.monotonic() + 5
+    ledger = host.manager.ledger
+    while any(ledger.slabs_in(d, SlabState.REVOKING) for d in ledger.devices) or any(
+        m.working or m._quiet for m in host.manager.models.values()
+    ):
+        assert time.monotonic() < until
+        await asyncio.sleep(0.001)
+
+
+async def _give_back(host: _Host, opened: Any) -> None:
+    """What upkeep does, at once: slabs go back to the arena and are filled."""
+    await _settle(host)
+    host.session.revocations.clear()  # as a client that has unmapped
+    for slab in host.manager.ledger.slabs.values():
+        slab.traded_s = None
+    await host.manager.upkeep._give_back(opened)
+
+
+def _check_bytes(host: _Host, opened: Any, model: SmallModel) -> None:
+    data = model.path.read_bytes()
+    assert opened.arena.resident.all()
+    for expert in range(model.n):
+        slot = opened.arena.slot_of(expert)
+        slab = host.manager.slabs.physical[opened.ranges[slot.part].slabs[slot.slab]]
+        at = slot.slot * 3 * MATRIX_BYTES
+        got = host.driver.read(slab, at, 3 * MATRIX_BYTES)
+        for matrix in range(3):
+            offset = int(opened.arena.geometry.offset_bytes[expert, matrix])
+            expected = data[offset : offset + MATRIX_BYTES]
+            assert got[matrix * MATRIX_BYTES :][:MATRIX_BYTES] == expected, (expert, matrix)
