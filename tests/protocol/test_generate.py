@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,12 +150,20 @@ def test_control_z_stops_between_steps_and_goes_on_later(daemon: Daemon) -> None
 def test_private_daemon_comes_and_goes_with_the_client(tmp_path: Path) -> None:
     """Without a daemon one line says that a private one was started; neither it nor its directory stays."""
     environ = {**os.environ, "XDG_RUNTIME_DIR": os.fspath(tmp_path)}
-    before = set(Path("/tmp").glob("strata-*"))
-    done = client("generate", PROMPT, "--temperature", "0", "--max-tokens", "4", env=environ)
-    assert done.returncode == 0, done.stderr
-    assert _lines(done)[0] == f"strata: no daemon at {tmp_path}/strata; started a private one"
-    assert len(_lines(done)) == 2
-    assert set(Path("/tmp").glob("strata-*")) == before
+    argv = [sys.executable, "-m", "strata_client.main", "generate", PROMPT, *BABBLE, "--max-tokens", "20"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        daemons = [pid for pid in _processes_with(f"XDG_RUNTIME_DIR={tmp_path}") if pid != process.pid]
+        command = Path(f"/proc/{daemons[0]}/cmdline").read_text().split("\0")
+        directory = Path(command[command.index("--runtime-dir") + 1])
+        assert directory.stat().st_mode & 0o777 == 0o700
+        _, err = process.communicate(timeout=60)
+    lines = err.decode().splitlines()
+    assert process.returncode == 0, err
+    assert lines[0] == f"strata: no daemon at {tmp_path}/strata; started a private one"
+    assert len(lines) == 2
+    assert not directory.exists()
     assert not _processes_with(f"XDG_RUNTIME_DIR={tmp_path}")
 
 
