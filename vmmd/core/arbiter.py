@@ -128,6 +128,8 @@ def plan(
         if _obtainable(ledger, usable, made, idle, sum(len(t.slab_ids) for t in foreign)) < missing:
             raise refusal(ledger, models, made.device, made.domain, by_device[made.device, made.domain])
         drop = drop or next(iter(idle), None)
+        if foreign:  # pays back first what is beyond the cap
+            made.destroy = _foreign_free(ledger, made.device, made.domain)
         made.trades += foreign
         made.create += sum(len(t.slab_ids) for t in foreign)
     return Plan([], [drop]) if drop is not None else Plan(plans, [])
@@ -137,17 +139,20 @@ def free_for(ledger: Ledger, device: str, domain: str) -> int:
     """Slabs that a domain can have on a device without anybody giving something."""
     if ledger.devices[device].failed:
         return 0
-    own = len(ledger.free_slabs(device, domain))
-    foreign = len(ledger.slabs_in(device, SlabState.FREE)) - own
-    return own + max(0, ledger.balance_slabs(device) + foreign)
+    foreign = len(_foreign_free(ledger, device, domain))
+    return len(ledger.free_slabs(device, domain)) + max(0, ledger.balance_slabs(device) + foreign)
+
+
+def _foreign_free(ledger: Ledger, device: str, domain: str) -> list[int]:
+    """Free slabs of other domains."""
+    return sorted(i for i in ledger.slabs_in(device, SlabState.FREE) if ledger.slabs[i].domain != domain)
 
 
 def _plan_device(
     ledger: Ledger, models: Sequence[Holder], spare: dict[int, int], device: str, domain: str, count: int
 ) -> DevicePlan:
-    own = ledger.free_slabs(device, domain)
-    made = DevicePlan(device, domain, reuse=own[:count])
-    foreign = sorted(ledger.slabs_in(device, SlabState.FREE) - set(own))
+    made = DevicePlan(device, domain, reuse=ledger.free_slabs(device, domain)[:count])
+    foreign = _foreign_free(ledger, device, domain)
     balance = ledger.balance_slabs(device)
     made.create = max(0, min(count - made.slabs, balance + len(foreign)))
     if made.create > balance:
@@ -172,8 +177,7 @@ def _obtainable(ledger: Ledger, models: Sequence[Holder], made: DevicePlan, idle
 
 def _debt_slabs(ledger: Ledger, made: DevicePlan) -> int:
     """Slabs to destroy before one can be created, beside other domains' free ones."""
-    own = len(ledger.free_slabs(made.device, made.domain))
-    foreign = len(ledger.slabs_in(made.device, SlabState.FREE)) - own
+    foreign = len(_foreign_free(ledger, made.device, made.domain))
     return max(0, -(ledger.balance_slabs(made.device) + foreign))
 
 
