@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.helpers.fake_cuda import MIB, FakeCuda, gpu_uuid
+from vmmd import runtime_dir
 from vmmd.ctl import doctor as command
 from vmmd.ctl import probes_cuda, probes_host
 from vmmd.ctl.findings import Finding, look
@@ -154,6 +156,16 @@ def test_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hard: int,
     if state == "warn":
         assert "LimitNOFILE=" in finding.what_to_do
         assert "slab_bytes" in finding.what_to_do
+
+
+def test_descriptors_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With GPUs, slabs are larger: a limit that is low for the host driver will do."""
+    write(tmp_path, "proc/meminfo", f"MemAvailable: {256 << 20} kB\n")
+    write(tmp_path, "dev/nvidia0")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 20000))
+    assert on_host(tmp_path, "descriptors").state == "ok"
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+    assert "GPUs of up to 256 GiB" in on_host(tmp_path, "descriptors").what_is
 
 
 def test_mappings(tmp_path: Path) -> None:
@@ -355,7 +367,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Puts a stand-in in place; afterwards nothing of it is left, and no descriptor."""
     monkeypatch.setattr(cuda_vmm, "FRESH_CHECK_BYTES", 1)
     monkeypatch.setattr(probes_cuda, "_SLAB_BYTES", 4 * MIB)
-    monkeypatch.setattr(probes_cuda.metadata, "version", lambda _: "13.0.1")
+    monkeypatch.setattr(metadata, "version", lambda _: "13.0.1")
     before = len(os.listdir("/proc/self/fd"))
     fakes: list[DoctorCuda] = []
 
@@ -404,24 +416,29 @@ def test_every_probe_is_named_before_it_runs(tmp_path: Path, install: Install) -
 
 
 @pytest.mark.parametrize(("signs", "state"), [((), "absent"), (("dev/nvidia0",), "fail")])
-def test_no_cuda(tmp_path: Path, install: Install, signs: tuple[str, ...], state: str) -> None:
-    """Without CUDA all is well, unless the host shows a GPU."""
+def test_no_cuda(
+    tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch, signs: tuple[str, ...], state: str
+) -> None:
+    """Without CUDA all is well, unless the host shows a GPU that the environment does not hide."""
     for sign in signs:
         write(tmp_path, sign)
     install(gpus=0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found = cuda_findings(tmp_path)
     assert list(found) == ["cuda bindings", "cuda driver"]
     assert found["cuda driver"].state == state
     assert "CUDA_VISIBLE_DEVICES" in found["cuda driver"].what_to_do
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cuda_findings(tmp_path)["cuda driver"].state == "absent"
 
 
 def test_no_bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The missing package is named with how to install it."""
 
     def missing(name: str) -> str:
-        raise probes_cuda.metadata.PackageNotFoundError(name)
+        raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(probes_cuda.metadata, "version", missing)
+    monkeypatch.setattr(metadata, "version", missing)
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     found = cuda_findings(tmp_path)
     assert found["cuda bindings"].state == "absent"
@@ -502,7 +519,7 @@ def test_no_peers_and_a_slice(tmp_path: Path, install: Install) -> None:
 def test_a_gpu_that_a_daemon_manages(tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     """The daemon's pid is shown, and its GPU is not filled for a trial."""
     install(gpus=1)
-    monkeypatch.setattr(probes_cuda.runtime_dir, "_owner_pid", lambda name: 4711)
+    monkeypatch.setattr(runtime_dir, "_owner_pid", lambda name: 4711)
     found = cuda_findings(tmp_path)
     assert "pid 4711" in found[f"{SHORT} owner"].what_is
     assert found[f"{SHORT} 4 GiB allocation"].state == "absent"
@@ -526,7 +543,8 @@ def test_a_call_that_fails_anywhere(tmp_path: Path, install: Install) -> None:
 
 
 def child(code: str) -> list[Finding]:
-    return list(probes_cuda.Child([sys.executable, "-c", code]).findings(timeout_s=1))
+    with probes_cuda.Child([sys.executable, "-c", code]) as probing:
+        return list(probing.findings(timeout_s=1))
 
 
 BEGIN = "import json, os, time; print(json.dumps({'begin': 'GPU-1 slab'}), flush=True); "
@@ -537,6 +555,13 @@ def test_a_driver_that_hangs() -> None:
     (finding,) = child(BEGIN + "time.sleep(100)")
     assert (finding.name, finding.state) == ("GPU-1 slab", "fail")
     assert "did not come back in 1 s" in finding.what_is
+
+
+def test_a_child_is_not_left_behind() -> None:
+    """Leaving early, as with Ctrl-C, ends the probing process."""
+    with probes_cuda.Child([sys.executable, "-c", "import time; time.sleep(100)"]) as probing:
+        process = probing._process
+    assert process.poll() is not None
 
 
 def test_a_driver_that_crashes() -> None:

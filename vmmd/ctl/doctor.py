@@ -40,10 +40,10 @@ def examine(directory: Path | None) -> "Iterator[Finding]":
     from vmmd.ctl import probes_cuda, probes_host
     from vmmd.ctl.findings import look
 
-    child = probes_cuda.Child()
-    for name, probe in probes_host.probes(directory, environ=os.environ).items():
-        yield from look(name, probe)
-    yield from child.findings()
+    with probes_cuda.Child() as child:
+        for name, probe in probes_host.probes(directory, environ=os.environ).items():
+            yield from look(name, probe)
+        yield from child.findings()
 
 
 def print_findings(found: "Sequence[Finding]") -> None:

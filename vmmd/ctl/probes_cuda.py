@@ -26,7 +26,7 @@ from vmmd import runtime_dir
 from vmmd.config import GIB, MIB
 from vmmd.ctl.findings import Finding, Probe, State, look
 from vmmd.ctl.printers import size
-from vmmd.ctl.probes_host import gpu_signs
+from vmmd.ctl.probes_host import gpu_signs, hides_gpus
 from vmmd.driver import cuda_calls
 from vmmd.driver.cuda_calls import Gpu, call
 from vmmd.driver.cuda_vmm import CudaDriver
@@ -157,7 +157,8 @@ def _module_version(root: Path) -> str:
 
 
 def _state_without(root: Path) -> State:
-    return "fail" if gpu_signs(root) else "absent"
+    """What is a failure where there is a GPU that is meant to be used is no fault elsewhere."""
+    return "fail" if gpu_signs(root) and not hides_gpus(os.environ) else "absent"
 
 
 def _else_host(root: Path) -> str:
@@ -419,7 +420,7 @@ def _name(gpu: Gpu, probe: str) -> str:
 
 
 class Child:
-    """The probing child, started at once so that it works while the host is probed."""
+    """The probing child, started at once so that it works while the host is probed; ended with the block."""
 
     def __init__(self, command: Sequence[str] | None = None) -> None:
         # -P: a directory named vmmd where the user happens to stand is not ours.
@@ -431,6 +432,12 @@ class Child:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end(0)
 
     def findings(self, timeout_s: float = PROBE_TIMEOUT_S) -> Iterator[Finding]:
         """What the child reports; a probe that hangs or crashes becomes the last finding."""

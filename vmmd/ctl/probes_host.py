@@ -21,7 +21,7 @@ from strata_api.v1.paths import BROKER_SOCKET, default_runtime_dir, socket_path_
 
 from strata_client import connection
 from vmmd import limits, runtime_dir
-from vmmd.config import HOST_SHARE, MIB, Config
+from vmmd.config import GIB, HOST_SHARE, MIB, Config
 from vmmd.ctl.findings import Finding, Probe
 from vmmd.ctl.printers import size
 from vmmd.driver import membarrier
@@ -30,6 +30,7 @@ from vmmd.errors import Unavailable, VmmError
 
 _SO_PEERPIDFD = 77  # <asm-generic/socket.h>, since Linux 6.5
 _UNLIMITED = 1 << 62
+_GPU_BYTES_MAX = 256 * GIB  # a guess from above: these probes ask no GPU
 _DEFAULT_MPS_DIRECTORY = "/tmp/nvidia-mps"
 
 
@@ -200,7 +201,7 @@ def descriptors(root: Path) -> Finding:
             "raise LimitNOFILE= or `ulimit -Hn`",
         )
     host = replace(_without_limits(root), descriptors_max=most)
-    return _against_default_caps("descriptors", what_is, host)
+    return _against_default_caps("descriptors", what_is, host, root)
 
 
 def mappings(root: Path) -> Finding:
@@ -208,9 +209,8 @@ def mappings(root: Path) -> Finding:
     most = limits.HostLimits.read(root).mappings_max
     if most is None:
         return Finding("vm.max_map_count", "absent", "unknown: it cannot be read here")
-    return _against_default_caps(
-        "vm.max_map_count", f"{most} mappings a process", replace(_without_limits(root), mappings_max=most)
-    )
+    host = replace(_without_limits(root), mappings_max=most)
+    return _against_default_caps("vm.max_map_count", f"{most} mappings a process", host, root)
 
 
 def _without_limits(root: Path) -> limits.HostLimits:
@@ -218,14 +218,20 @@ def _without_limits(root: Path) -> limits.HostLimits:
     return replace(host, descriptors_max=_UNLIMITED, mappings_max=None, cgroup_bytes_max=None)
 
 
-def _against_default_caps(name: str, what_is: str, host: limits.HostLimits) -> Finding:
-    """Compares with what the host driver takes by default: the most slabs of any default."""
-    caps_bytes = {"simulated devices and host tier": int(2 * HOST_SHARE * host.available_bytes)}
-    found = limits.warnings(host, caps_bytes, Config().slab_bytes_for("host"))
+def _against_default_caps(name: str, what_is: str, host: limits.HostLimits, root: Path) -> Finding:
+    """Compares with the slabs that vmmd would make without a configuration."""
+    gpus = [sign for sign in gpu_signs(root) if sign[-1].isdigit()]
+    if gpus:
+        driver, which = "cuda", f"GPUs of up to {size(_GPU_BYTES_MAX)} and all host memory that can be had"
+        caps_bytes = {"host": host.available_bytes} | dict.fromkeys(gpus, _GPU_BYTES_MAX)
+    else:
+        driver, which = "host", "the host driver's default caps"
+        caps_bytes = {"simulated devices and host tier": int(2 * HOST_SHARE * host.available_bytes)}
+    found = limits.warnings(host, caps_bytes, Config().slab_bytes_for(driver))
     if not found:
         return Finding(name, "ok", what_is)
     problem, _, advice = found[0].partition(": set ")
-    return Finding(name, "warn", f"{what_is}. With the host driver's defaults, {problem}", f"set {advice}")
+    return Finding(name, "warn", f"{what_is}. For {which}: {problem}", f"set {advice}")
 
 
 def memlock(root: Path) -> Finding:
@@ -401,6 +407,12 @@ def gpu_signs(root: Path) -> list[str]:
     return found
 
 
+def hides_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether this environment says that CUDA shall see no GPU at all."""
+    value = environ.get("CUDA_VISIBLE_DEVICES")
+    return value is not None and (not value.strip() or value.strip().startswith(("-", ",")))
+
+
 def device_nodes(root: Path) -> Finding:
     """The nodes that CUDA opens: control, unified memory, and one a GPU."""
     name = "gpu device nodes"
@@ -442,10 +454,10 @@ def visible_devices(root: Path, environ: Mapping[str, str]) -> Finding:
     value = environ.get(name)
     if value is None:
         return Finding(name, "ok", "not set: CUDA sees every GPU")
+    if hides_gpus(environ):
+        found = Finding(name, "warn", f"{value!r} hides every GPU", f"unset {name} to use GPUs")
+        return found if gpu_signs(root) else found._replace(state="ok", what_to_do="")
     entries = [entry.strip() for entry in value.split(",")]
-    if not entries[0] or entries[0].startswith("-"):
-        state: Finding = Finding(name, "warn", f"{value!r} hides every GPU", f"unset {name} to use GPUs")
-        return state if gpu_signs(root) else state._replace(state="ok", what_to_do="")
     if all(entry.startswith(("GPU-", "MIG-")) for entry in entries):
         return Finding(name, "ok", f"{len(entries)} by UUID: {value}")
     order = environ.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
