@@ -190,18 +190,17 @@ class Slabs:
         errors = [r for r in results if isinstance(r, BaseException)]
         if not errors:
             try:
-                crossed = await self._cross(begun, domains)
+                await self._cross(begun, domains, leases)
                 for _, trade, _ in begun:
                     if not trade.crosses:
-                        for slab_id in trade.slab_ids:
+                        for slab_id in trade.slab_ids:  # not free for a moment: others plan with what is free
+                            self._ledger.finish_revoke(slab_id, time.monotonic())
                             leases.lease(slab_id, time.monotonic())
-                for slab_id in crossed:
-                    leases.lease(slab_id, time.monotonic())
             except VmmError as error:
                 errors.append(error)
         if errors:
             for (model, trade, _), result in zip(begun, results[1:], strict=True):
-                if trade.crosses and result is None:
+                if result is None:
                     self._keep(model, trade)
             for placed in leases.placed:
                 if self.is_at(placed):
@@ -222,7 +221,7 @@ class Slabs:
         return Provided(leases.placed, free_slabs, trades)
 
     async def _finish(self, model: Model, trade: arbiter.ArenaTrade, generation: int) -> None:
-        """One arena gives its slabs: they are FREE afterwards, or back with the arena on an error."""
+        """One arena gives its slabs: nobody reads them afterwards; on an error they are back with the arena."""
         now = time.monotonic
         try:
             await model.finish(trade, generation)
@@ -240,17 +239,16 @@ class Slabs:
                 self._ledger.cancel_revoke(slab_id, now())
             raise
         if not trade.crosses:
-            for slab_id in trade.slab_ids:
-                self._ledger.finish_revoke(slab_id, now())
             self._tell_removed(model, trade)
 
     def _keep(self, model: Model, trade: arbiter.ArenaTrade) -> None:
-        """A trade to another domain that came to nothing: the slabs stay in their domain, free."""
+        """A trade that came to nothing after its arena gave the slabs: they stay in their domain, free."""
         left = [i for i in trade.slab_ids if i in self._ledger.slabs]
         for slab_id in left:
             if self._ledger.slabs[slab_id].state is SlabState.REVOKING:
                 self._ledger.finish_revoke(slab_id, time.monotonic())
-        self._tell_removed(model, trade)
+        if trade.crosses:
+            self._tell_removed(model, trade)
 
     def _tell_removed(self, model: Model, trade: arbiter.ArenaTrade, deadline_s: float = 0.0) -> int:
         """Asks an arena's sessions to unmap a trade's slabs; returns the revocation they answer.
@@ -279,9 +277,10 @@ class Slabs:
         for revocation in [r for r in self._lingering if r not in open_]:
             del self._lingering[revocation]
 
-    async def _cross(self, begun: "list[tuple[Model, arbiter.ArenaTrade, int]]", domains: dict[str, str]) -> list[int]:
-        """Slabs that leave their domain: revoked from every session, destroyed, created anew."""
-        made: list[int] = []
+    async def _cross(
+        self, begun: "list[tuple[Model, arbiter.ArenaTrade, int]]", domains: dict[str, str], leases: "_Leases"
+    ) -> None:
+        """Slabs that leave their domain: revoked from every session, destroyed, created anew and leased."""
         for model, trade, _ in begun:
             if not trade.crosses:
                 continue
@@ -290,22 +289,18 @@ class Slabs:
             for slab_id in gone:
                 self._ledger.finish_revoke(slab_id, time.monotonic())
                 self._destroy(slab_id)
-            new = [self._ledger.create(device, domains[device], time.monotonic()) for _ in gone]
-            try:
-                await self._create(new)
-            except VmmError:
-                for slab_id in new:
-                    self._give_up(slab_id)
-                raise
-            made += new
+            new = []
+            for _ in range(min(len(gone), self._ledger.room_slabs(device))):
+                new.append(self._ledger.create(device, domains[device], time.monotonic()))
+                leases.lease(new[-1], time.monotonic())
+            await self._create(new)
             if len(gone) < len(trade.slab_ids):
-                for slab_id in new:
-                    self._give_up(slab_id)
                 raise Exhausted(
                     f"{len(trade.slab_ids) - len(gone)} slabs of model {model.model_id} are still held by its"
                     " clients past the deadline; they are quarantined (see vmmctl status)"
                 )
-        return made
+            if len(new) < len(gone):
+                raise Exhausted(f"other programs took the room for {len(gone) - len(new)} slabs on {device} meanwhile")
 
     async def _revoke(self, model: Model, trade: arbiter.ArenaTrade) -> list[int]:
         """Two phases: ask, wait for the memory to be let go, quarantine what is not. Returns what was."""
