@@ -37,6 +37,8 @@ class Bench:
     gpu: DeviceInfo
 
     def create(self, count: int, uuid: str | None = None, threads: int = 1) -> list[Slab]:
+        if threads == 1:
+            return [self.driver.create(uuid or self.gpu.uuid, SLAB_BYTES) for _ in range(count)]
         with ThreadPoolExecutor(threads) as pool:
             return list(pool.map(lambda _: self.driver.create(uuid or self.gpu.uuid, SLAB_BYTES), range(count)))
 
