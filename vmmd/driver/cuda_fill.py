@@ -4,11 +4,11 @@ Another process's kernels share the GPU in time slices with any kernel of the
 daemon, device copies and memsets included, but hardly notice the copy engine's
 reads of host memory. So:
 
-- host to device: the copy engine reads the slab's mapping or a pinned buffer.
-- file to device: several threads, each with a pinned buffer and a stream of its
+- slab to slab: a copy engine, straight from one mapping to the other.
+- file to slab: several threads, each with a pinned buffer and a stream of its
   own (a *lane*), read a chunk and have it copied; while some threads read,
-  others' chunks are under way.
-- file to host: the same threads read straight into the slab.
+  others' chunks are under way. Host slabs are no exception: to open them to the
+  processor takes longer than to write them through the GPU.
 
 Buffers and streams are made once. In the steady state nothing is allocated:
 cuMemAlloc and cuMemFree would wait for running kernels.
@@ -34,13 +34,14 @@ OnGpu = Callable[[Gpu], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Place:
-    """Mapped bytes of a slab: on `gpu`, or in host memory that every GPU can read."""
+    """Mapped bytes of a slab: on `gpu`, or in host memory near it that every GPU can reach."""
 
     address: int
-    gpu: Gpu | None
+    gpu: Gpu
+    on_host: bool
 
     def __add__(self, offset_bytes: int) -> "Place":
-        return Place(self.address + offset_bytes, self.gpu)
+        return replace(self, address=self.address + offset_bytes)
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class _Lane:
     """A pinned buffer, and a stream on each GPU by UUID."""
 
     address: int
+    buffer: memoryview
     streams: dict[str, Any]
 
 
@@ -74,7 +76,6 @@ class Filler:
     def __init__(self, cu: Any, gpus: Sequence[Gpu], on: OnGpu, threads: int, chunk_bytes: int) -> None:
         self._cu = cu
         self._on = on
-        self._first = gpus[0]
         self._chunk_bytes = chunk_bytes
         self._n_threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fill")
@@ -82,10 +83,10 @@ class Filler:
         with ExitStack() as undo:
             self._streams = self._make_streams(gpus, undo)
             for _ in range(threads):
-                with on(self._first):
+                with on(gpus[0]):
                     address = int(call(cu.cuMemHostAlloc, chunk_bytes, cu.CU_MEMHOSTALLOC_PORTABLE))
-                undo.callback(self._free, self._first, cu.cuMemFreeHost, address)
-                self._lanes.put(_Lane(address, self._make_streams(gpus, undo)))
+                undo.callback(self._free, gpus[0], cu.cuMemFreeHost, address)
+                self._lanes.put(_Lane(address, window(address, chunk_bytes), self._make_streams(gpus, undo)))
             self._undo = undo.pop_all()
 
     def fill(self, pieces: Sequence[Piece]) -> None:
@@ -121,21 +122,16 @@ class Filler:
 
     def read(self, place: Place, length_bytes: int) -> bytes:
         """A copy of mapped bytes."""
-        if place.gpu is None:
-            return ctypes.string_at(place.address, length_bytes)
         data = bytearray(length_bytes)
         with self._lane() as lane:
             for start in range(0, length_bytes, self._chunk_bytes):
                 part_bytes = min(self._chunk_bytes, length_bytes - start)
-                self._read_chunk(lane, place + start, place.gpu, part_bytes)
-                data[start : start + part_bytes] = window(lane.address, part_bytes)
+                self._read_chunk(lane, place + start, part_bytes)
+                data[start : start + part_bytes] = lane.buffer[:part_bytes]
         return bytes(data)
 
     def set_bytes(self, place: Place, value: int, length_bytes: int) -> None:
         """Sets every byte. On a GPU this is device work, which running kernels feel."""
-        if place.gpu is None:
-            ctypes.memset(place.address, value, length_bytes)
-            return
         stream = self._streams[place.gpu.uuid]
         with self._on(place.gpu):
             call(self._cu.cuMemsetD8Async, place.address, value, length_bytes, stream)
@@ -148,12 +144,12 @@ class Filler:
 
     def _direct(self, piece: Piece) -> Gpu | None:
         """The GPU whose copy engine can do all of this piece, if one can."""
-        source, target = piece.source, piece.target.gpu
+        source, target = piece.source, piece.target
         if isinstance(source, FileSource):
             return None
-        if source.gpu is None or target is None or source.gpu == target or target.ordinal in source.gpu.reached_by:
-            return target or source.gpu or self._first
-        return None
+        if source.on_host or target.on_host:
+            return source.gpu if target.on_host else target.gpu
+        return target.gpu if target.gpu == source.gpu or target.gpu.ordinal in source.gpu.reached_by else None
 
     def _copy(self, gpu: Gpu, pieces: Sequence[Piece]) -> None:
         stream = self._streams[gpu.uuid]
@@ -195,20 +191,17 @@ class Filler:
     def _stage(self, lane: _Lane, piece: Piece) -> None:
         source, gpu = piece.source, piece.target.gpu
         if isinstance(source, FileSource):
-            address = piece.target.address if gpu is None else lane.address
-            _read_into(window(address, piece.length_bytes), source.fd, source.offset_bytes)
+            _read_into(lane.buffer[: piece.length_bytes], source.fd, source.offset_bytes)
         else:
-            assert source.gpu is not None
-            self._read_chunk(lane, source, source.gpu, piece.length_bytes)
-        if gpu is not None:
-            stream = lane.streams[gpu.uuid]
-            with self._on(gpu):
-                call(self._cu.cuMemcpyHtoDAsync, piece.target.address, lane.address, piece.length_bytes, stream)
-                call(self._cu.cuStreamSynchronize, stream)
-
-    def _read_chunk(self, lane: _Lane, place: Place, gpu: Gpu, length_bytes: int) -> None:
+            self._read_chunk(lane, source, piece.length_bytes)
         stream = lane.streams[gpu.uuid]
         with self._on(gpu):
+            call(self._cu.cuMemcpyHtoDAsync, piece.target.address, lane.address, piece.length_bytes, stream)
+            call(self._cu.cuStreamSynchronize, stream)
+
+    def _read_chunk(self, lane: _Lane, place: Place, length_bytes: int) -> None:
+        stream = lane.streams[place.gpu.uuid]
+        with self._on(place.gpu):
             call(self._cu.cuMemcpyDtoHAsync, lane.address, place.address, length_bytes, stream)
             call(self._cu.cuStreamSynchronize, stream)
 

@@ -268,7 +268,7 @@ class CudaDriver:
         with self._lock:
             gpu = next(self._hosts)
         readers = [other.ordinal for other in self._gpus.values()]
-        allocation = _Allocation(gpu, True, size_bytes, cuda_calls.access(self._cu, readers, gpu.numa_node))
+        allocation = _Allocation(gpu, True, size_bytes, cuda_calls.access(self._cu, readers))
         try:
             self._allocate(allocation, cuda_calls.host_memory(self._cu, gpu.numa_node))
         except DriverError as error:
@@ -342,7 +342,7 @@ class CudaDriver:
             if not allocation.address:
                 map_ = self._map_memfd if allocation.memfd is not None else self._map
                 map_(allocation)
-            return Place(allocation.address, None if allocation.on_host else allocation.gpu)
+            return Place(allocation.address, allocation.gpu, allocation.on_host)
 
     def _map(self, allocation: _Allocation) -> None:
         cu, size_bytes = self._cu, allocation.size_bytes
