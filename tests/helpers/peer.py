@@ -11,6 +11,7 @@ import signal
 import socket
 import struct
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -221,6 +222,22 @@ class Client:
         """Reads random experts for a while, in steps: (reads, of a device slot, what was wrong)."""
         return read_for(self.opened[-1], self.models[-1], seconds, seed)
 
+    def time_calls(self, seconds: float, rate_hz: float, seed: int) -> list[float]:
+        """Seconds that each of many calls took: one after the other, or `rate_hz` of them a second."""
+        request = memory_pb2.ListDevicesRequest()
+        metadata = ((connection.TOKEN_KEY, self.token()),)
+        took: list[float] = []
+        until = time.monotonic() + seconds
+        due = time.monotonic() + (seed / 16 / rate_hz if rate_hz else 0)
+        while time.monotonic() < until:
+            if rate_hz:
+                time.sleep(max(0.0, due - time.monotonic()))
+                due += 1 / rate_hz
+            began = time.perf_counter()
+            self.stub.ListDevices(request, metadata=metadata)
+            took.append(time.perf_counter() - began)
+        return took[len(took) // 20 :]  # the first ones find everything cold
+
     def heat(self, layer: int, experts: Sequence[int], tokens: int = 1) -> None:
         """Counts tokens that were routed to these experts."""
         memory = self.opened[-1].memory
@@ -254,8 +271,6 @@ def is_right(raw: Any, layer: int, expert: int) -> bool:
 
 def read_for(opened: OpenedModel, model: SmallModel, seconds: float, seed: int) -> tuple[int, int, list[str]]:
     """Reads random experts through steps until the time is up; every byte of each is compared."""
-    import time
-
     random = np.random.default_rng(seed)
     expected = np.array(
         [[[word(m, e, k) for k in range(3)] for e in range(model.n_experts)] for m in range(model.n_layers)]
