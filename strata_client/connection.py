@@ -167,6 +167,8 @@ class Broker:
 
     def close(self) -> None:
         """Ends the session: the daemon takes back everything it holds."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for a reply
         self._sock.close()
         if self.page_fd >= 0:
             os.close(self.page_fd)
