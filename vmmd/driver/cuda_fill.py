@@ -21,14 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from vmmd.driver.base import FileSource
 from vmmd.driver.cuda_calls import Gpu, call
 from vmmd.driver.host_memfd import _read_into
 from vmmd.errors import DriverError
 
-T = TypeVar("T")
 OnGpu = Callable[[Gpu], AbstractContextManager[None]]
 
 
@@ -110,15 +109,6 @@ class Filler:
             wait(futures)
         for future in futures:
             future.result()
-
-    def each(self, function: Callable[[T], object], items: Sequence[T]) -> None:
-        """Calls a function for each item, in several threads at once."""
-        if len(items) == 1:
-            function(items[0])
-        else:
-            wait(futures := [self._pool.submit(function, item) for item in items])
-            for future in futures:
-                future.result()
 
     def read(self, place: Place, length_bytes: int) -> bytes:
         """A copy of mapped bytes."""

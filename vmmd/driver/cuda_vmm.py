@@ -116,7 +116,7 @@ class CudaDriver:
                 undo.callback(self._memfds.close)
                 log.warning("driver.host_slabs_are_memfds", why=refusal)
             undo.callback(self._release_all)
-            self._filler = Filler(cu, gpus, self._on, threads or min(16, os.cpu_count() or 1), chunk_bytes)
+            self._filler = Filler(cu, gpus, self._on, threads or min(16, len(os.sched_getaffinity(0))), chunk_bytes)
             undo.callback(self._filler.close)
             self.check_fresh_slabs()
             self._undo = undo.pop_all()
@@ -185,7 +185,6 @@ class CudaDriver:
             if isinstance(copy.source, SlabSource):
                 _check_bounds(copy.source.slab, copy.source.offset_bytes, copy.length_bytes)
                 slabs[copy.source.slab.handle] = copy.source.slab
-        self._filler.each(self._slab_place, [slab for allocation, slab in slabs.items() if not allocation.address])
         places = {allocation: self._slab_place(slab) for allocation, slab in slabs.items()}
         pieces = []
         for copy in copies:
