@@ -31,7 +31,7 @@ class PrivateDaemon:
         self.directory = Path(tempfile.mkdtemp(prefix="strata-", dir=base))
         atexit.register(self.remove_directory)
         self._log = self.directory / "stderr"
-        argv = [sys.executable, "-P", "-m", "vmmd.main", "--private"]
+        argv = [sys.executable, "-P", "-m", "vmmd.main", "--private", "--driver", "host"]
         argv += ["--runtime-dir", os.fspath(self.directory), "--slab-bytes", str(slab_bytes)]
         try:
             with self._log.open("wb") as log:

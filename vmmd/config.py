@@ -203,6 +203,7 @@ class Config:
     """All of it. None is "auto": the daemon chooses when it knows the device."""
 
     driver: str = _key("auto", _choice("auto", "host", "cuda"))
+    peer_access: str = _key("auto", _choice("auto", "never"))
     slab_bytes: int | None = _key(None, _size(_SLAB_STEP_BYTES, _SLAB_STEP_BYTES))
     cap_bytes: int | None = _key(None, _size())
     host_cap_bytes: int | None = _key(None, _size())

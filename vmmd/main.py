@@ -3,6 +3,7 @@
 import asyncio
 import mmap
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -20,9 +21,10 @@ from vmmd import config as configuration
 from vmmd import limits, log, notify, runtime_dir
 from vmmd.broker import Broker
 from vmmd.core.ledger import DeviceRecord
+from vmmd.driver import membarrier
 from vmmd.driver.base import Driver
 from vmmd.driver.host_memfd import HostDriver
-from vmmd.errors import InvalidRequest, NoDevice, VmmError
+from vmmd.errors import InvalidRequest, NoDevice, Unavailable, VmmError
 from vmmd.manager import Manager
 from vmmd.manager.manager import Options
 from vmmd.server.server import Server
@@ -32,22 +34,28 @@ LEAVE_DEADLINE_S = 0.8
 """SIGTERM leaves within a second, interpreter included."""
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="strata-vmm")
 @click.option(
     "--config", "config_file", type=click.Path(path_type=Path), help="TOML file; vmmd/example.toml documents every key."
 )
 @click.option("--runtime-dir", "directory", type=click.Path(path_type=Path), help="Directory of the sockets.")
+@click.option("--driver", type=click.Choice(["auto", "host", "cuda"]), help="Overrides driver of the configuration.")
 @click.option("--slab-bytes", type=int, help="Overrides slab_bytes of the configuration.")
 @click.option(
     "--private", is_flag=True, help="Serve one client: say `ready` on standard output, leave when standard input ends."
 )
-def run(config_file: Path | None, directory: Path | None, slab_bytes: int | None, private: bool) -> None:
+def run(
+    config_file: Path | None, directory: Path | None, driver: str | None, slab_bytes: int | None, private: bool
+) -> None:
     """Owns the memory of this host's devices and leases it to inference processes."""
     config = configuration.load(config_file) if config_file else configuration.Config()
     if slab_bytes is not None:
         if slab_bytes <= 0 or slab_bytes % mmap.PAGESIZE:
             raise InvalidRequest(f"--slab-bytes {slab_bytes}: must be a multiple of {mmap.PAGESIZE} bytes")
         config = replace(config, slab_bytes=slab_bytes)
+    if driver is not None:
+        config = replace(config, driver=driver)
     log.configure(config.log_level, config.log_format)
     limits.raise_descriptor_limit()
     asyncio.run(_serve(config, directory, private))
@@ -75,8 +83,15 @@ def _leave(message: str, status: int = 1) -> NoReturn:
 
 def make_driver(config: configuration.Config, available_bytes: int) -> Driver:
     """The driver that the configuration asks for. Errors: `NoDevice`."""
-    if config.driver == "cuda":
-        raise NoDevice('driver = "cuda": this build has no CUDA driver; use "host" or "auto"')
+    if config.driver != "host":
+        from vmmd.driver import cuda_vmm  # half a second of imports that a host without a GPU does without
+
+        lacking = cuda_vmm.available()
+        if not lacking:
+            ram_bytes = config.host_cap_bytes or config.host.sizes_bytes(available_bytes)[1]
+            return cuda_vmm.CudaDriver(ram_bytes, peer_access="never" if config.peer_access == "never" else "auto")
+        if config.driver == "cuda":
+            raise NoDevice(f'driver = "cuda", but this host lacks: {"; ".join(lacking)}; see vmmctl doctor')
     device_bytes, ram_bytes = config.host.sizes_bytes(available_bytes)
     devices = [(uuid, "simulated on host memory", device_bytes) for uuid in config.host.device_uuids()]
     return HostDriver(devices, ram_bytes)
@@ -116,6 +131,11 @@ async def _serve(config: configuration.Config, explicit_dir: Path | None, privat
         for warning in limits.warnings(host_limits, caps, records[0].slab_bytes, in_ram):
             logger.warning("limits", problem=warning)
 
+        if not membarrier.issue():
+            raise Unavailable(
+                "this kernel or sandbox has no membarrier(2), without which clients cannot read while experts move;"
+                " allow it (Linux 4.16 or newer, seccomp filter)"
+            )
         manager = Manager(driver, records, _options(config))
         domains = config.domain_by_uid()
         admin_uids = {0, os.geteuid(), *config.admin_uids()}
@@ -158,6 +178,8 @@ async def _serve(config: configuration.Config, explicit_dir: Path | None, privat
             runtime_dir.remove_socket(directory.broker_socket)
         runtime_dir.remove_socket(directory.grpc_socket)
         await manager.close()
+        if private:
+            shutil.rmtree(directory.path, ignore_errors=True)
 
 
 def _options(config: configuration.Config) -> Options:
@@ -184,8 +206,7 @@ def _end_requests(manager: Manager, private: bool) -> "asyncio.Future[str]":
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, leave(signal.Signals(number).name))
-    drained = asyncio.create_task(manager.empty.wait())
-    drained.add_done_callback(lambda _: leave("drained")())
+    manager.when_drained = leave("drained")
     if private:
 
         def readable() -> None:

@@ -8,7 +8,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -90,7 +90,8 @@ class Manager:
         self._by_token: dict[str, Session] = {}
         self._openings: set[asyncio.Task[None]] = set()
         self.draining = False
-        self.empty = asyncio.Event()  # set when the last session of a draining daemon has gone
+        self.when_drained: Callable[[], None] = lambda: None
+        """Called when the last session of a draining daemon has gone."""
         self.slabs = Slabs(self)
         self.upkeep = Upkeep(self)
 
@@ -139,14 +140,14 @@ class Manager:
         log.info("session.ended", session=session.session_id, pid=session.record.pid, why=why, slabs=len(slab_ids))
         self.slabs.take_back(slab_ids, session.session_id)
         if self.draining and not self.sessions:
-            self.empty.set()
+            self.when_drained()
 
     def drain(self) -> int:
         """Refuses new sessions from now on; returns how many there are."""
         self.draining = True
         self.notify(memory_pb2.Notice.CODE_DRAINING, "vmmd is draining: it leaves when its sessions have gone")
         if not self.sessions:
-            self.empty.set()
+            self.when_drained()
         return len(self.sessions)
 
     def notify(self, code: memory_pb2.Notice.Code, message: str) -> None:

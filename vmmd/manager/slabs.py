@@ -101,7 +101,6 @@ class Slabs:
                 if time.monotonic() < until and await self._wait_for_memory(requests):
                     continue
                 raise
-            attempts += 1
             if plan.drop:
                 for model_id in plan.drop:
                     dropping = asyncio.create_task(self._manager.drop_model(self._manager.models[model_id]))
@@ -109,6 +108,7 @@ class Slabs:
                     dropping.add_done_callback(self._tasks.discard)
                     await dropping
                 continue
+            attempts += 1
             try:
                 return await self._carry_out(plan, requests)
             except _PlanAgain:

@@ -11,7 +11,7 @@ import structlog
 from strata_api.v1 import memory_pb2
 
 from vmmd.core import arbiter, heat
-from vmmd.core.ledger import Ledger, RangeRecord, SlabState
+from vmmd.core.ledger import Ledger, RangeRecord
 from vmmd.core.residency import Arena
 from vmmd.errors import StaleGeneration, VmmError
 from vmmd.manager.files import check_unchanged
@@ -72,8 +72,8 @@ class Upkeep:
             for model in manager.models.values():
                 self.roll_heat(model)
                 self._check_files(model)
-        for model in list(manager.models.values()):
-            if model.movable and model.sessions:
+        for model in sorted(manager.models.values(), key=lambda m: not m.sessions):  # those in use first
+            if model.movable:
                 await self._give_back(model)
 
     # Heat
@@ -164,5 +164,5 @@ def returnable(ledger: Ledger, record: RangeRecord, traded_before_s: float) -> i
     """Free slabs, and slabs to create, that no trade touched since `traded_before_s`."""
     free = [ledger.slabs[i] for i in ledger.free_slabs(record.device, record.domain)]
     settled = sum(s.traded_s is None or s.traded_s <= traded_before_s for s in free)
-    foreign = len(ledger.slabs_in(record.device, SlabState.FREE)) - len(free)
-    return settled + (0 if len(free) > settled else foreign + ledger.room_slabs(record.device))
+    beside = arbiter.free_for(ledger, record.device, record.domain) - len(free)
+    return settled + (beside if settled == len(free) else 0)
