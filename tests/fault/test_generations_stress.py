@@ -2,13 +2,15 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from strata_api.v1 import memory_pb2
 
-from tests.helpers.daemon import Daemon, running_daemon
-from tests.helpers.peer import Admin, Remote, SmallModel, public_model
+from tests.helpers.daemon import Daemon, running_daemon, wait_until
+from tests.helpers.peer import Admin, Remote, SmallModel, client, public_model
 
 # 64 experts in 13 slabs of 5 slots; the device has room for 16 slabs, one of them weights
 CONFIG = """
@@ -70,6 +72,34 @@ def test_no_reader_ever_sees_another_experts_bytes(model: SmallModel) -> None:
     assert reads // 20 < on_device < reads
     assert generations > 200
     assert traded > 50
+
+
+def test_a_client_that_hears_late_reads_no_slab_that_has_gone(model: SmallModel) -> None:
+    """No slab comes where a session may still have another one mapped; once it has unmapped that, one does."""
+    with running_daemon(CONFIG) as daemon, client(daemon.directory) as late, Admin(daemon.directory) as admin:
+        late.open(model)
+        heard: list[memory_pb2.WatchEvent] = []
+        on_event = late.session._on_event
+        late.session._on_event = heard.append  # type: ignore[method-assign]
+        with Remote(daemon.directory) as grower:
+            grower.ask("open", model)
+            grower.ask("create")
+            for slabs in (9, 12, 7, 12):
+                grower.ask("grow", slabs)
+                grower.ask("write_kv", 255)
+                assert late.wrong_experts() == 0
+                grower.ask("shrink", 0)
+                assert late.wrong_experts() == 0
+        wait_until(lambda: admin.device().kv_bytes == 0 and len(heard) > 0, 5)
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:  # upkeep looks four times a second
+            assert late.wrong_experts() == 0
+            assert admin.status().models[0].resident < model.n
+        late.session._on_event = on_event  # type: ignore[method-assign]
+        for event in heard:
+            on_event(event)
+        wait_until(lambda: admin.status().models[0].resident == model.n, 5, lambda: str(admin.status()))
+        assert late.wrong_experts() == 0
 
 
 @pytest.mark.bench

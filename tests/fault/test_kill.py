@@ -216,7 +216,7 @@ class _Host:
         assert len(self.driver.live) == len(ledger.slabs)
         sums = {f"{d} {k}": v for d in ledger.devices for k, v in ledger.bytes_by_kind(d).items() if k != "free"}
         free = sum(len(ledger.slabs_in(d, SlabState.FREE)) for d in ledger.devices)
-        return sums, len(ledger.slabs) - free, len(os.listdir("/proc/self/fd")) - len(ledger.slabs)
+        return sums, len(ledger.slabs) - free, _our_descriptors() - len(ledger.slabs)
 
     async def close(self) -> None:
         for session in list(self.manager.sessions.values()):
@@ -226,10 +226,19 @@ class _Host:
         await self.manager.close()
 
 
+def _our_descriptors() -> int:
+    """Descriptors of slabs, shared pages, model files and pidfds in this process."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum("memfd:strata" in link or link.endswith("/model") or "pidfd" in link for link in links)
+
+
 def _run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = _our_descriptors()
     asyncio.run(scenario())
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert _our_descriptors() == before
 
 
 def _errors(operation: Operation) -> Sequence[Exception | None]:

@@ -505,7 +505,7 @@ def memory_stub(directory: Path) -> tuple[Any, Any]:
 
 def descriptors_of(pid: int) -> int:
     """Open descriptors of a process, slabs aside: those are counted by the daemon's status."""
-    return len(_links(pid))
+    return len(links_of(pid))
 
 
 def threads_of(pid: int) -> int:
@@ -518,11 +518,12 @@ def wait_for_descriptors(pid: int, count: int, timeout_s: float = 10) -> None:
     wait_until(
         lambda: descriptors_of(pid) <= count,
         timeout_s,
-        lambda: f"{descriptors_of(pid)} descriptors where there were {count}: {_links(pid)}",
+        lambda: f"{descriptors_of(pid)} descriptors where there were {count}: {links_of(pid)}",
     )
 
 
-def _links(pid: int) -> list[str]:
+def links_of(pid: int) -> list[str]:
+    """What the descriptors of a process refer to, slabs aside."""
     links = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):
