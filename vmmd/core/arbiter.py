@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vmmd.core.ledger import Ledger, RangeKind, SlabState
-from vmmd.core.residency import BUSY, EMPTY, Arena, Slot
+from vmmd.core.residency import EMPTY, Arena, Slot
 from vmmd.errors import Exhausted
 
 
@@ -199,20 +199,19 @@ def _idle_models(ledger: Ledger, models: Sequence[Holder], made: DevicePlan) -> 
     return found
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Candidate:
-    heat: float
+class _Candidate(NamedTuple):
+    heat: float  # of its experts; the fields are in the order of preference
     experts: int
     model: int  # index in the list of models
     part: int
-    index: int
+    order: int  # its index in the range, negated
     slab_id: int
     slots: int
 
 
 def _spare_slots(arena: Arena, ledger: Ledger) -> int:
     """Slots that an arena can give; those of slabs on their way out count as given."""
-    staying = sum(len(arena.parts[p].slabs[i].occupants) for p, i, _ in _leased(arena, ledger))
+    staying = sum(arena.parts[p].slabs[i].slots for p, i, _ in _leased(arena, ledger))
     return staying - arena.floor_slots
 
 
@@ -262,29 +261,40 @@ def _trades(
 def _candidates(arena: Arena, model: int, device: str, ledger: Ledger) -> list[_Candidate]:
     """Slabs on a device that can be given: leased, nothing busy in them, every expert with a home."""
     found = []
+    sums: dict[int, tuple[list[float], list[int]]] = {}
     for p, index, slab_id in _leased(arena, ledger):
         slab = arena.parts[p].slabs[index]
-        if arena.parts[p].device != device or (slab.occupants == BUSY).any():
+        if arena.parts[p].device != device or slab.busy:
             continue
-        experts = slab.experts()
-        if arena.home_ready[experts].all():
-            heat = float(arena.heat[experts].sum())
+        if p not in sums:
+            sums[p] = _slab_sums(arena, p)
+        heat, homeless = (x[index] if index < len(x) else 0 for x in sums[p])
+        if not homeless:
             # equal heat: the fewest experts leave, then the last slab of the range
-            found.append(_Candidate(heat, len(experts), model, p, -index, slab_id, len(slab.occupants)))
+            found.append(_Candidate(heat, slab.slots - slab.empty, model, p, -index, slab_id, slab.slots))
     return found
+
+
+def _slab_sums(arena: Arena, p: int) -> tuple[list[float], list[int]]:
+    """By slab index of a part: the heat of its experts, and how many of them have no home."""
+    here = np.flatnonzero(arena.place[:, 0] == p)
+    slabs = arena.place[here, 1]
+    heat = np.bincount(slabs, arena.heat[here])
+    homeless = np.bincount(slabs, ~arena.home_ready[here])
+    return heat.tolist(), homeless.tolist()
 
 
 def _trade(arena: Arena, ledger: Ledger, p: int, victims: Sequence[_Candidate], *, crosses: bool) -> ArenaTrade:
     """The moves that keep the hotter experts: the hottest of the victims to the coldest that stay."""
     part = arena.parts[p]
-    indexes = [-v.index for v in victims]
+    indexes = [-v.order for v in victims]
     leaving = set(part.slabs) - {index for q, index, _ in _leased(arena, ledger) if q == p} | set(indexes)
     moves: list[Move] = []
     evicted: list[int] = []
     for slot_bytes in {part.slabs[i].slot_bytes for i in indexes}:
         experts = np.concatenate([part.slabs[i].experts() for i in indexes if part.slabs[i].slot_bytes == slot_bytes])
         hottest = experts[np.lexsort((experts, -arena.heat[experts]))]
-        staying = _staying_coldest_first(arena, p, slot_bytes, leaving)
+        staying = _staying_coldest_first(arena, p, slot_bytes, leaving, len(hottest))
         kept = 0
         for expert, (displaced, slot) in zip(hottest.tolist(), staying, strict=False):
             if displaced != EMPTY and arena.heat[displaced] >= arena.heat[expert]:
@@ -296,20 +306,22 @@ def _trade(arena: Arena, ledger: Ledger, p: int, victims: Sequence[_Candidate], 
     return ArenaTrade(arena.model_id, p, indexes, [v.slab_id for v in victims], slots, moves, evicted, crosses)
 
 
-def _staying_coldest_first(arena: Arena, p: int, slot_bytes: int, leaving: set[int]) -> list[tuple[int, Slot]]:
-    """(expert or EMPTY, slot) of the slots that stay and may be taken over: empty ones, then the coldest."""
-    empty: list[tuple[int, Slot]] = []
-    held: list[tuple[float, int, Slot]] = []
-    for index, slab in arena.parts[p].slabs.items():
-        if slab.slot_bytes != slot_bytes or index in leaving:
-            continue
-        for slot, expert in enumerate(slab.occupants.tolist()):
-            if expert == EMPTY:
-                empty.append((EMPTY, Slot(p, index, slot)))
-            elif expert >= 0 and arena.home_ready[expert]:
-                held.append((float(arena.heat[expert]), expert, Slot(p, index, slot)))
-    held.sort()
-    return empty + [(expert, slot) for _, expert, slot in held]
+def _staying_coldest_first(
+    arena: Arena, p: int, slot_bytes: int, leaving: set[int], count: int
+) -> list[tuple[int, Slot]]:
+    """Up to `count` (expert or EMPTY, slot) that stay and may be taken over: empty ones, then the coldest."""
+    found = [
+        (EMPTY, Slot(p, index, int(slot)))
+        for index, slab in arena.parts[p].slabs.items()
+        if slab.empty and slab.slot_bytes == slot_bytes and index not in leaving
+        for slot in np.flatnonzero(slab.occupants == EMPTY)
+    ][:count]
+    held = (arena.place[:, 0] == p) & arena.home_ready & (arena.geometry.slot_bytes == slot_bytes)
+    experts = np.flatnonzero(held)
+    experts = experts[~np.isin(arena.place[experts, 1], list(leaving))]
+    coldest = experts[np.argsort(arena.heat[experts], kind="stable")[: count - len(found)]]
+    places = arena.place[coldest].tolist()
+    return found + [(expert, Slot(*place)) for expert, place in zip(coldest.tolist(), places, strict=True)]
 
 
 def refusal(

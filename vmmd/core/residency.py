@@ -32,12 +32,22 @@ class Slot(NamedTuple):
     slot: int
 
 
-@dataclass
 class SlabSlots:
-    """The slots of one slab of an arena part."""
+    """The slots of one slab of an arena part, and how many are empty and busy."""
 
-    slot_bytes: int
-    occupants: I64  # [slots] expert, EMPTY or BUSY
+    def __init__(self, slot_bytes: int, slots: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.occupants: I64 = np.full(slots, EMPTY, np.int64)  # [slots] expert, EMPTY or BUSY
+        self.slots = slots
+        self.empty = slots
+        self.busy = 0
+
+    def put(self, slot: int, occupant: int) -> None:
+        """Changes who is in a slot."""
+        was = self.occupants[slot]
+        self.empty += (occupant == EMPTY) - int(was == EMPTY)
+        self.busy += (occupant == BUSY) - int(was == BUSY)
+        self.occupants[slot] = occupant
 
     def experts(self) -> I64:
         """The experts in it."""
@@ -56,12 +66,12 @@ class Part:
     @property
     def slots(self) -> int:
         """Slots of all its slabs."""
-        return sum(len(s.occupants) for s in self.slabs.values())
+        return sum(s.slots for s in self.slabs.values())
 
     @property
     def occupied(self) -> int:
         """Slots that hold an expert."""
-        return sum(len(s.experts()) for s in self.slabs.values())
+        return sum(s.slots - s.empty - s.busy for s in self.slabs.values())
 
 
 class Arena:
@@ -86,8 +96,7 @@ class Arena:
         slabs = self.parts[part].slabs
         if index in slabs:
             raise ValueError(f"part {part} has slab {index} already")
-        slots = self.parts[part].slab_bytes // slot_bytes
-        slabs[index] = SlabSlots(slot_bytes, np.full(slots, EMPTY, np.int64))
+        slabs[index] = SlabSlots(slot_bytes, self.parts[part].slab_bytes // slot_bytes)
 
     def remove_slab(self, part: int, index: int) -> None:
         """Takes out a slab that no expert is in. Its busy slots go with it."""
@@ -99,36 +108,33 @@ class Arena:
 
     def reserve(self, slot: Slot) -> None:
         """EMPTY -> BUSY: about to be filled."""
-        occupants = self._occupants(slot)
-        if occupants[slot.slot] != EMPTY:
-            raise ValueError(f"{slot} is not empty")
-        occupants[slot.slot] = BUSY
+        self._expect(slot, EMPTY, "empty").put(slot.slot, BUSY)
 
     def settle(self, expert: int, slot: Slot) -> None:
         """BUSY -> holds `expert`, which leaves the slot it was in (that one turns BUSY)."""
-        occupants = self._occupants(slot)
-        if occupants[slot.slot] != BUSY or self.parts[slot.part].slabs[slot.slab].slot_bytes != self.slot_bytes(expert):
-            raise ValueError(f"{slot} is not reserved, or not of expert {expert}'s size")
+        slab = self._expect(slot, BUSY, "reserved")
+        if slab.slot_bytes != self.slot_bytes(expert):
+            raise ValueError(f"{slot} is not of expert {expert}'s size")
         self.vacate(expert)
-        occupants[slot.slot] = expert
+        slab.put(slot.slot, expert)
         self.place[expert] = slot
 
     def vacate(self, expert: int) -> None:
         """The expert is read from its home from now on; its slot turns BUSY until `release`."""
         slot = self.slot_of(expert)
         if slot is not None:
-            self._occupants(slot)[slot.slot] = BUSY
+            self.parts[slot.part].slabs[slot.slab].put(slot.slot, BUSY)
             self.place[expert] = NOWHERE
 
     def release(self, slot: Slot) -> None:
         """BUSY -> EMPTY: no step reads it any more, or its filling was given up."""
-        occupants = self._occupants(slot)
-        if occupants[slot.slot] != BUSY:
-            raise ValueError(f"{slot} is not busy")
-        occupants[slot.slot] = EMPTY
+        self._expect(slot, BUSY, "busy").put(slot.slot, EMPTY)
 
-    def _occupants(self, slot: Slot) -> I64:
-        return self.parts[slot.part].slabs[slot.slab].occupants
+    def _expect(self, slot: Slot, occupant: int, what: str) -> SlabSlots:
+        slab = self.parts[slot.part].slabs[slot.slab]
+        if slab.occupants[slot.slot] != occupant:
+            raise ValueError(f"{slot} is not {what}")
+        return slab
 
     # Looking
 
@@ -173,6 +179,8 @@ class Arena:
     def empty_slots(self, part: int) -> Iterable[tuple[int, Slot]]:
         """(slot_bytes, slot) of each empty slot of a part."""
         for index, slab in self.parts[part].slabs.items():
+            if not slab.empty:
+                continue
             for slot in np.flatnonzero(slab.occupants == EMPTY):
                 yield slab.slot_bytes, Slot(part, index, int(slot))
 
@@ -187,6 +195,8 @@ class Arena:
                         found += 1
                         assert tuple(self.place[expert]) == (p, index, slot), f"expert {expert} is not where it says"
                         assert slab.slot_bytes == self.slot_bytes(int(expert)), "a slot of another size class"
+                assert slab.empty == int((slab.occupants == EMPTY).sum()), "empty slots are miscounted"
+                assert slab.busy == int((slab.occupants == BUSY).sum()), "busy slots are miscounted"
         assert found == int(self.resident.sum()), "an expert is resident in no slot"
 
 
