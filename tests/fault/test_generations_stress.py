@@ -107,6 +107,7 @@ def test_a_client_that_hears_late_reads_no_slab_that_has_gone(model: SmallModel)
 def test_millions_of_reads(model: SmallModel) -> None:
     """The same for ten minutes, or STRATA_STRESS_S seconds."""
     with running_daemon(CONFIG) as daemon:
-        counts = _stress(daemon, model, float(os.environ.get("STRATA_STRESS_S", "600")), 3)
+        seconds = float(os.environ.get("STRATA_STRESS_S", "600"))
+        counts = _stress(daemon, model, seconds, 3)
     print("reads, on device, generations, slabs traded:", *counts)
-    assert counts[0] > 1_000_000
+    assert counts[0] > 5000 * seconds

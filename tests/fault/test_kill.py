@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import os
 import random
 import signal
@@ -171,6 +172,7 @@ class _Host:
     """A manager over a faulty driver, and one session of this process."""
 
     def __init__(self, device_slabs: int = 20, homes_slabs: int = 20) -> None:
+        gc.collect()  # pages that clients of other tests had mapped in this process
         devices = [("SIM", "simulated", device_slabs * SLAB_BYTES)]
         self.driver = FaultyDriver(HostDriver(devices, homes_slabs * SLAB_BYTES))
         records = [
