@@ -172,7 +172,6 @@ class _Host:
     """A manager over a faulty driver, and one session of this process."""
 
     def __init__(self, device_slabs: int = 20, homes_slabs: int = 20) -> None:
-        gc.collect()  # pages that clients of other tests had mapped in this process
         devices = [("SIM", "simulated", device_slabs * SLAB_BYTES)]
         self.driver = FaultyDriver(HostDriver(devices, homes_slabs * SLAB_BYTES))
         records = [
@@ -230,6 +229,7 @@ class _Host:
 
 def _our_descriptors() -> int:
     """Descriptors of slabs, shared pages, model files and pidfds in this process."""
+    gc.collect()  # pages that clients of other tests had mapped here
     links = []
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):
