@@ -19,7 +19,7 @@ from strata_api.v1 import memory_pb2 as wire
 
 from strata_client.models.base import F32, I32, U8, ExpertBytes, WeightExtent
 from vmmd.driver.base import Mapper
-from vmmd.errors import InvalidRequest, StaleGeneration, VmmError
+from vmmd.errors import InvalidRequest, NoDevice, StaleGeneration, VmmError
 
 U64 = npt.NDArray[np.uint64]
 
@@ -37,8 +37,6 @@ class MappedRange:
         range_id: the daemon's number of it.
         slab_bytes: size of its slabs.
         mapped: indexes of the slabs that are mapped.
-        view: the whole range, uint8 `[slabs_max * slab_bytes]`. Touching what is
-            not in `mapped` ends the process.
     """
 
     def __init__(self, mapper: Mapper, range_: wire.Range, *, writable: bool) -> None:
@@ -49,7 +47,33 @@ class MappedRange:
         self.mapped: set[int] = set()
         self._writable = writable
         self._reservation = mapper.reserve(self.slab_bytes, self.slabs_max) if self.slabs_max else None
-        self.view: U8 = self._reservation.view() if self._reservation else np.empty(0, np.uint8)
+        self._view: U8 | None = None
+
+    @property
+    def view(self) -> U8:
+        """The whole range, uint8 `[slabs_max * slab_bytes]`; touching what is not in `mapped` ends the process.
+
+        Errors: `NoDevice` if it is mapped for a GPU.
+        """
+        if self._view is None:
+            view = self._reservation.view() if self._reservation else np.empty(0, np.uint8)
+            if not isinstance(view, np.ndarray):
+                raise NoDevice(f"range {self.range_id} of device {self.device_uuid} is mapped for a GPU's kernels only")
+            self._view = view
+        return self._view
+
+    @property
+    def address(self) -> int:
+        """Where the range begins for a GPU's kernels; of host slabs known once one is mapped.
+
+        Errors: `NoDevice` if it is mapped for the host; `InvalidRequest` if it is closed or has no slabs.
+        """
+        if self._reservation is None:
+            raise InvalidRequest(f"range {self.range_id} has no slabs")
+        view = self._reservation.view()
+        if isinstance(view, np.ndarray):
+            raise NoDevice(f"range {self.range_id} of device {self.device_uuid} is mapped for the host only")
+        return int(view)
 
     def map(self, indexes: Sequence[int], fds: Sequence[int]) -> None:
         """Maps slabs, each run of consecutive indexes in one call; closes all `fds` in any case.
@@ -160,6 +184,16 @@ class Shape(NamedTuple):
     expert_bytes: Callable[[int, int], tuple[int, int, int]]
 
 
+class Place(NamedTuple):
+    """Where an expert is to be read: its matrices begin at byte offsets of a range."""
+
+    entry: int
+    range_: MappedRange
+    slab: int
+    offsets_bytes: tuple[int, int, int]
+    sizes_bytes: tuple[int, int, int]
+
+
 class _Found(NamedTuple):
     slab: int
     mapped: set[int]
@@ -195,14 +229,16 @@ class ClientMemory:
         self._heat = heat
         counts = heat[pages.HEADER_WORDS : pages.HEADER_WORDS + 2 * n]
         self._counts = counts.reshape(2, shape.n_layers, shape.n_experts)
-        self._weights = {
-            extent.name: weights.view[offset : offset + extent.length_bytes]
+        self._weights = weights
+        self._extents = {
+            extent.name: (offset, offset + extent.length_bytes)
             for extent, offset in zip(shape.weights, weight_offsets(shape.weights), strict=True)
         }
 
     def weight(self, name: str) -> U8:
         """Raw bytes of a tensor of the weights range, uint8 `[bytes]`."""
-        return self._weights[name]
+        start, stop = self._extents[name]
+        return self._weights.view[start:stop]
 
     def expert(self, layer: int, expert: int) -> ExpertBytes:
         """Raw bytes of an expert, from its home while its slot is not mapped here.
@@ -214,11 +250,29 @@ class ClientMemory:
         found = self._found[at]
         if found is not None and found.value.entry == word and found.slab in found.mapped:
             return found.value
-        found = self._find(word, layer, expert) or self._find(int(self._home_entries[at]), layer, expert)
-        if found is None:
-            raise VmmError(f"expert {expert} of layer {layer} is in no slab that this process has mapped")
+        place = self.place(layer, expert)
+        matrices = (
+            place.range_.view[start : start + size]
+            for start, size in zip(place.offsets_bytes, place.sizes_bytes, strict=True)
+        )
+        found = _Found(place.slab, place.range_.mapped, ExpertBytes(place.entry, *matrices))
         self._found[at] = found
         return found.value
+
+    def place(self, layer: int, expert: int) -> Place:
+        """Where to read an expert: its home while its slot is not mapped here. Within a published step only.
+
+        Errors: `VmmError` if it has no place at all.
+        """
+        at = layer * self._shape.n_experts + expert
+        place = self._find(int(self._entries[at]), layer, expert) or self.home(layer, expert)
+        if place is None:
+            raise VmmError(f"expert {expert} of layer {layer} is in no slab that this process has mapped")
+        return place
+
+    def home(self, layer: int, expert: int) -> Place | None:
+        """Where an expert's copy in host slabs is; None while it has none."""
+        return self._find(int(self._home_entries[layer * self._shape.n_experts + expert]), layer, expert)
 
     def routed(self, layer: int, experts: I32, *, prompt: bool) -> None:
         """Counts heat: `experts` int32 `[n_tokens, top_k]` that a layer routed to."""
@@ -229,7 +283,7 @@ class ClientMemory:
         """Counts `tokens` that are about to be routed: the daemon relates heat to them."""
         self._heat[pages.WORD_PROMPT if prompt else pages.WORD_DECODED] += np.uint64(tokens)
 
-    def _find(self, word: int, layer: int, expert: int) -> _Found | None:
+    def _find(self, word: int, layer: int, expert: int) -> Place | None:
         entry = pages.unpack(word)
         if entry.tier == pages.TIER_HOST:
             range_ = self._homes
@@ -242,11 +296,7 @@ class ClientMemory:
         sizes = self._shape.expert_bytes(layer, expert)
         gate, up, down, slot_bytes = pages.slot_layout(*sizes)
         base = entry.slab * range_.slab_bytes + entry.slot * slot_bytes
-        matrices = (
-            range_.view[base + offset : base + offset + size]
-            for offset, size in zip((gate, up, down), sizes, strict=True)
-        )
-        return _Found(entry.slab, range_.mapped, ExpertBytes(word, *matrices))
+        return Place(word, range_, entry.slab, (base + gate, base + up, base + down), sizes)
 
 
 class CellShape(NamedTuple):

@@ -153,9 +153,11 @@ class Session:
         opened = self._open_stream(_geometry(begin, stacks, shape), progress)
         self._broker.check_epoch(opened.epoch)
         self._models.append(opened.model_id)
+        ranges = [opened.weights, opened.homes, *opened.arena]
+        # all mappers before the first range: only a GPU whose context exists by then can read another's slabs
+        mappers = [mapper_of(range_.device_uuid, opened.weights.device_uuid) for range_ in ranges]
         weights, homes, *arena = (
-            MappedRange(mapper_of(range_.device_uuid), range_, writable=False)
-            for range_ in (opened.weights, opened.homes, *opened.arena)
+            MappedRange(mapper, range_, writable=False) for mapper, range_ in zip(mappers, ranges, strict=True)
         )
         n_experts = shape.n_layers * shape.n_experts
         batch = Batch([weights, homes, *arena], n_experts)
@@ -180,7 +182,7 @@ class Session:
             device_uuid=device.uuid, model_id=model_id, cells_per_slab=cells, cells_max=cells_max
         )
         reply = self._call("CreateRange", request)
-        range_ = MappedRange(mapper_of(reply.range.device_uuid), reply.range, writable=True)
+        range_ = MappedRange(mapper_of(reply.range.device_uuid, device.uuid), reply.range, writable=True)
         self._register(range_)
         return KVRange(range_, cell)
 
@@ -316,23 +318,39 @@ class Session:
                 self.troubles.append(f"a change of mapped memory failed: {error}")
 
 
-def mapper_of(device_uuid: str) -> Mapper:
-    """What maps slabs of a device. Errors: `NoDevice` where this client cannot."""
-    if device_uuid.startswith(("GPU-", "MIG-")):
-        raise NoDevice(f"device {device_uuid} is a GPU, and this client computes on the host only: choose another")
-    return HostMapper()
+def mapper_of(device_uuid: str, computing_uuid: str) -> Mapper:
+    """What maps slabs of a device for one that computes: numpy arrays for the host, addresses for a GPU.
+
+    Errors: `NoDevice`, `NotFound`, `DriverError` where this process cannot use the GPU.
+    """
+    if not _is_gpu(computing_uuid):
+        return HostMapper()
+    from vmmd.driver.cuda_mapper import CudaMapper  # loads CUDA, which clients on the host do without
+
+    return CudaMapper(device_uuid) if _is_gpu(device_uuid) else CudaMapper(computing_uuid, host=True)
+
+
+def _is_gpu(device_uuid: str) -> bool:
+    return device_uuid.startswith(("GPU-", "MIG-"))
 
 
 def choose_device(devices: Sequence[wire.Device], wanted: str | None) -> wire.Device:
-    """The device that a user means.
+    """The device that a user means: one that this client can compute on.
 
     Args:
         devices: the daemon's list.
         wanted: a UUID, the beginning of exactly one, or an index of the list; None
             takes the first that computes.
 
-    Errors: `NoDevice`, naming what was wanted and what there is.
+    Errors: `NoDevice`, naming what was wanted and what there is, or the GPU that it is.
     """
+    device = _named(devices, wanted)
+    if _is_gpu(device.uuid):
+        raise NoDevice(f"device {device.uuid} is a GPU, and this client computes on the host only: choose another")
+    return device
+
+
+def _named(devices: Sequence[wire.Device], wanted: str | None) -> wire.Device:
     if not devices:
         raise NoDevice("the daemon has no device")
     if wanted is None:
