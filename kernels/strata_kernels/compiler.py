@@ -1,0 +1,333 @@
+"""Compiles the CUDA kernels with NVRTC.
+
+The result is a cubin, machine code of one architecture, and never PTX, which a driver
+older than the compiler could not load. NVRTC needs no GPU. What it made is kept in
+``$XDG_CACHE_HOME/strata/kernels`` (``~/.cache/strata/kernels``), named by a hash of all
+that went in: a changed source or compiler is a new file, and an old one is never wrong.
+
+``python -m strata_kernels.compiler --arch sm_80,sm_90`` compiles every kernel.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import importlib.metadata
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vmmd.driver.cuda_calls import call
+from vmmd.errors import DriverError, InvalidRequest, Unavailable, VmmError
+
+SOURCES = Path(__file__).parent / "cuda"
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+"""What continuous integration compiles for. Code for sm_80 runs on sm_86 too, and so on within a first digit."""
+
+OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+HEADERS = ("cuda_fp16.h", "cuda_bf16.h")
+HEADERS_PACKAGE = "nvidia-cuda-runtime"
+
+_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+
+
+class CompileError(VmmError):
+    """A source does not compile; `log` is all that NVRTC said."""
+
+    reason = "compile_error"
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What one kernel takes on the GPU, as ptxas reports it."""
+
+    name: str
+    registers: int  # a thread
+    spill_store_bytes: int  # a thread, as the next two
+    spill_load_bytes: int
+    stack_bytes: int  # local memory: spills, and arrays that are not indexed by constants
+    shared_bytes: int  # a block; what is asked for at launch comes on top
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A source as machine code."""
+
+    source: str
+    architecture: str
+    cubin: bytes
+    log: str
+    kernels: tuple[KernelReport, ...]
+
+
+def kernel_sources() -> tuple[Path, ...]:
+    """The ``.cu`` files of this package."""
+    return tuple(sorted(SOURCES.glob("*.cu")))
+
+
+def compile_source(source: Path, architecture: str) -> Compiled:
+    """Compiles one ``.cu`` file, or takes what an earlier call compiled.
+
+    Any thread and process may call it at the same time as any other: at worst both compile.
+
+    Args:
+        source: the file. What it includes with quotes lies beside it.
+        architecture: like "sm_90".
+
+    Errors: `CompileError` with NVRTC's log; `Unavailable`, which names what is not installed;
+    `InvalidRequest` for another kind of architecture.
+    """
+    if not re.fullmatch(r"sm_\d+[af]?", architecture):
+        raise InvalidRequest(f'architecture {architecture!r}: give one like "sm_90"')
+    nvrtc, version = _nvrtc()
+    texts = _with_includes(source)
+    include = include_directory()
+    options = (*OPTIONS, f"--gpu-architecture={architecture}")
+    key = _digest(
+        *(part for name, text in texts.items() for part in (name.encode(), text)),
+        *(option.encode() for option in options),
+        version.encode(),
+        *(header.read_bytes() for name in HEADERS if (header := include / name).is_file()),
+    )
+    directory = cache_directory()
+    found = _load(directory, key)
+    if found is None:
+        found = _compile(nvrtc, source.name, texts, (*options, f"--include-path={include}"), architecture)
+        _keep(directory, key, *found)
+    cubin, log = found
+    return Compiled(source.stem, architecture, cubin, log, parse_report(log))
+
+
+def compile_all(
+    sources: Sequence[Path], architectures: Sequence[str], workers: int | None = None
+) -> Iterator[Compiled]:
+    """Every source for every architecture, in that order.
+
+    In processes, since NVRTC compiles one program at a time in each; `workers` of them, by default one
+    for each processor. Errors: as `compile_source`, at the first that fails.
+    """
+    work = [(source, architecture) for source in sources for architecture in architectures]
+    n = min(workers or os.cpu_count() or 1, len(work))
+    if n < 2:
+        yield from (compile_source(*item) for item in work)
+        return
+    with ProcessPoolExecutor(n, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(compile_source, *zip(*work, strict=True))
+
+
+def parse_report(log: str) -> tuple[KernelReport, ...]:
+    """The kernels in a log of NVRTC with ``--ptxas-options=-v``, by name.
+
+    Spills of functions that were not inlined count for the kernel they were compiled with.
+    """
+    reports = []
+    for part in re.split(r"(?=^.*Compiling entry function)", log, flags=re.MULTILINE):
+        entry, used = _ENTRY.search(part), _USED.search(part)
+        if entry is None or used is None:
+            continue
+        frames = [tuple(map(int, numbers)) for numbers in _SPILLS.findall(part)]
+        stack, stores, loads = (sum(column) for column in zip(*frames, strict=True)) if frames else (0, 0, 0)
+        shared = _SHARED.search(part)
+        reports.append(
+            KernelReport(entry[1], int(used[1]), stores, loads, stack, int(shared[1]) if shared is not None else 0)
+        )
+    return tuple(sorted(reports, key=lambda report: report.name))
+
+
+def missing_features() -> list[str]:
+    """What this host lacks for compiling, by name; empty where it can."""
+    try:
+        _nvrtc()
+        include_directory()
+    except Unavailable as error:
+        return [error.message]
+    return []
+
+
+def include_directory() -> Path:
+    """Where CUDA's headers are: those of the installed package, else of ``$CUDA_HOME``. Errors: `Unavailable`."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files(HEADERS_PACKAGE) or ():
+            if file.name == HEADERS[0] and (path := Path(str(file.locate()))).is_file():
+                return path.parent.resolve()
+    home = os.environ.get("CUDA_HOME")
+    if home and (directory := Path(home) / "include").joinpath(HEADERS[0]).is_file():
+        return directory
+    raise Unavailable(
+        f"CUDA's headers ({', '.join(HEADERS)}); install strata-vmm[cuda], or set CUDA_HOME to a CUDA toolkit"
+    )
+
+
+def cache_directory() -> Path | None:
+    """Where cubins are kept; None where no such place is known. It may not exist or not be writable."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # the specification of these variables has relative ones ignored
+        return Path(base) / "strata" / "kernels"
+    try:
+        return Path.home() / ".cache" / "strata" / "kernels"
+    except RuntimeError:  # no HOME, and nobody in the user database
+        return None
+
+
+def _nvrtc() -> tuple[Any, str]:
+    """``cuda.bindings.nvrtc`` and the compiler's version. Errors: `Unavailable`."""
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        version = ".".join(map(str, call(nvrtc.nvrtcVersion)))
+    except ImportError as error:
+        raise Unavailable(f"the Python package cuda-bindings ({error}); install strata-vmm[cuda]") from error
+    except RuntimeError as error:  # what the bindings raise where there is no library
+        raise Unavailable("CUDA's run-time compiler, libnvrtc; install strata-vmm[cuda]") from error
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # NVRTC itself does not tell its patch level
+        version += f" ({importlib.metadata.version('nvidia-cuda-nvrtc')})"
+    return nvrtc, version
+
+
+def _with_includes(source: Path) -> dict[str, bytes]:
+    """A source and all that it includes with quotes from its folder, by name; the source comes first.
+
+    NVRTC is given these very bytes, so that the hash is of what was compiled even while files change.
+    """
+    texts: dict[str, bytes] = {}
+    names = [source.name]
+    while names:
+        name = names.pop()
+        if name not in texts and (path := source.parent / name).is_file():
+            texts[name] = path.read_bytes()
+            names += _INCLUDE.findall(texts[name].decode())
+    return texts
+
+
+def _compile(
+    nvrtc: Any, name: str, texts: dict[str, bytes], options: Sequence[str], architecture: str
+) -> tuple[bytes, str]:
+    """The cubin and the log."""
+    source, *includes = texts.items()
+    program = call(
+        nvrtc.nvrtcCreateProgram,
+        source[1],
+        name.encode(),
+        len(includes),
+        [text for _, text in includes],
+        [included.encode() for included, _ in includes],
+    )
+    try:
+        try:
+            call(nvrtc.nvrtcCompileProgram, program, len(options), [option.encode() for option in options])
+        except DriverError as error:
+            log = _log(nvrtc, program)
+            first = next((line for line in log.splitlines() if "error" in line), error.name)
+            raise CompileError(f"{name} does not compile for {architecture}: {first}", log) from error
+        return _output(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), _log(nvrtc, program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _log(nvrtc: Any, program: Any) -> str:
+    log = _output(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+    return log.rstrip(b"\0").decode(errors="replace")
+
+
+def _output(size: Any, get: Any, program: Any) -> bytes:
+    """What `get` writes into a buffer of `size` bytes."""
+    buffer = bytearray(call(size, program))
+    call(get, program, buffer)
+    return bytes(buffer)
+
+
+def _digest(*parts: bytes) -> str:
+    """One hash of several byte strings; moving bytes from one to the next changes it."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _load(directory: Path | None, key: str) -> tuple[bytes, str] | None:
+    """A kept cubin and its log; None unless both are there and whole."""
+    if directory is None:
+        return None
+    try:
+        cubin = (directory / f"{key}.cubin").read_bytes()
+        log = (directory / f"{key}.log").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    # A host that lost power may keep a renamed file without its contents.
+    return (cubin, log) if cubin.startswith(b"\x7fELF") and parse_report(log) else None
+
+
+def _keep(directory: Path | None, key: str, cubin: bytes, log: str) -> None:
+    """Keeps a cubin and its log where that is possible."""
+    if directory is None:
+        return
+    with contextlib.suppress(OSError):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write(directory / f"{key}.log", log.encode())
+        _write(directory / f"{key}.cubin", cubin)
+
+
+def _write(path: Path, contents: bytes) -> None:
+    """Writes a file at once: a reader finds all of it or the one before."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(contents)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--arch", default=",".join(ARCHITECTURES), show_default=True, help="Architectures, with commas between.")
+@click.option("--report", is_flag=True, help="Show what each kernel takes: registers, spills, local and shared memory.")
+def cli(arch: str, report: bool) -> None:
+    """Compiles every kernel for the architectures, and keeps the machine code for later."""
+    for compiled in compile_all(kernel_sources(), arch.split(",")):
+        click.echo(
+            f"{compiled.source} for {compiled.architecture}: {len(compiled.kernels)} kernels, "
+            f"{len(compiled.cubin)} bytes"
+        )
+        if not report:
+            continue
+        click.echo(
+            f"  {'kernel':24} {'registers':>9} {'spill stores':>12} {'spill loads':>11} {'stack':>6} {'shared':>6}"
+        )
+        for kernel in compiled.kernels:
+            click.echo(
+                f"  {kernel.name:24} {kernel.registers:9} {kernel.spill_store_bytes:12} {kernel.spill_load_bytes:11} "
+                f"{kernel.stack_bytes:6} {kernel.shared_bytes:6}"
+            )
+
+
+def main() -> None:
+    """Runs the command line; an error goes to standard error, a compile error with NVRTC's log."""
+    try:
+        cli()
+    except VmmError as error:
+        click.echo(f"strata_kernels.compiler: {error.message}", err=True)
+        if isinstance(error, CompileError):
+            click.echo(error.log, err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""CUDA sources, compiled by `strata_kernels.compiler`."""
