@@ -5,7 +5,8 @@ import json
 import pytest
 from strata_api.v1 import admin_pb2
 
-from vmmd.ctl.printers import duration, print_status, size
+from vmmd.ctl import verify
+from vmmd.ctl.printers import duration, print_status, print_verification, size
 from vmmd.ctl.status import as_dict
 
 
@@ -52,3 +53,22 @@ def test_size(n_bytes: int, text: str) -> None:
 def test_duration(seconds: float, text: str) -> None:
     """Durations have two units at most."""
     assert duration(seconds) == text
+
+
+def test_a_verification_says_what_was_compared_and_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The result names places, escapes names, and says what was left out and what is not listed."""
+    mismatches = [
+        admin_pb2.Mismatch(place="slot", layer=0, expert=1, matrix="up", device_uuid="GPU-1", offset_bytes=44),
+        admin_pb2.Mismatch(place="weights", device_uuid="GPU-1"),
+    ]
+    summary = admin_pb2.VerifySummary(
+        model_id=3, name="evil\x1b[31m", file_changed=True, slots_skipped=2, mismatched=200, mismatches=mismatches
+    )
+    found = verify.as_dict(summary)
+    assert (found["mismatches"][0]["layer"], found["mismatches"][1]["layer"]) == (0, None)
+    assert json.loads(json.dumps(found)) == found
+    print_verification(found)
+    out = capsys.readouterr().out
+    assert r"evil\x1b[31m" in out
+    assert "slots were compared with homes; 2 slots have none and were left out" in out
+    assert out.splitlines()[-1] == "200 mismatches, the first 2 of them listed"

@@ -1,6 +1,6 @@
-"""`vmmctl`: looks at a daemon and drains it, and probes the host.
+"""`vmmctl`: looks at a daemon, verifies what it holds, drains it, and probes the host.
 
-It keeps no model of its own: everything shown is one snapshot of the daemon's.
+It keeps no model of its own: everything shown is the daemon's word.
 """
 
 import sys
@@ -11,6 +11,7 @@ import click
 from vmmd.ctl.doctor import doctor
 from vmmd.ctl.drain import drain
 from vmmd.ctl.status import status
+from vmmd.ctl.verify import verify
 from vmmd.errors import VmmError
 
 PROGRAM = "vmmctl"
@@ -20,10 +21,11 @@ EXIT_NO_DAEMON = 3
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="strata-vmm", prog_name=PROGRAM)
 def cli() -> None:
-    """Looks at vmmd, which owns this host's GPU memory, drains it, and probes the host."""
+    """Looks at vmmd, which owns this host's GPU memory, verifies and drains it, and probes the host."""
 
 
 cli.add_command(status)
+cli.add_command(verify)
 cli.add_command(drain)
 cli.add_command(doctor)
 

@@ -32,6 +32,24 @@ def print_status(snapshot: dict[str, Any]) -> None:
         console.print(_table(columns, rows, is_wide=is_wide) if rows else f"no {title}")
 
 
+def print_verification(found: dict[str, Any]) -> None:
+    """Prints a verification (see `vmmd.ctl.verify.as_dict`); colour only on a terminal."""
+    width = None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    is_wide = console.width >= _WIDTH_OF_ALL
+    console.print(_table(_VERIFIED, [found], is_wide=is_wide))
+    if found["mismatches"]:
+        console.print(_table(_MISMATCHES, found["mismatches"], is_wide=is_wide))
+    if found["file_changed"]:
+        skipped = f"; {found['slots_skipped']} slots have none and were left out" if found["slots_skipped"] else ""
+        console.print(f"the file has changed since the model was opened: slots were compared with homes{skipped}")
+    listed = len(found["mismatches"])
+    if not found["mismatched"]:
+        console.print("all equal")
+    elif listed < found["mismatched"]:
+        console.print(f"{found['mismatched']} mismatches, the first {listed} of them listed")
+
+
 def size(n_bytes: int) -> str:
     """Bytes with three digits or so in the largest fitting unit: `1.50 GiB`, `-` for none."""
     if n_bytes == 0:
@@ -111,6 +129,27 @@ _SESSIONS = (
     _Column("state", lambda s: _text(s["state"])),
 )
 
+_VERIFIED = (
+    _Column("model", lambda v: _text(v["name"])),
+    _Column("id", lambda v: str(v["model_id"]), True),
+    _Column("slots", lambda v: str(v["slots"]), True),
+    _Column("homes", lambda v: str(v["homes"]), True),
+    _size_of("weights_bytes", "weights"),
+    _size_of("compared_bytes", "compared"),
+    _Column("mismatches", lambda v: Text(str(v["mismatched"]), style="bold red" if v["mismatched"] else "green"), True),
+)
+_MISMATCHES = (
+    _Column("differs", lambda m: _text(m["place"])),
+    _Column("layer", lambda m: _or_dash(m["layer"]), True),
+    _Column("expert", lambda m: _or_dash(m["expert"]), True),
+    _Column("matrix", lambda m: _or_dash(m["matrix"])),
+    _Column("device", lambda m: _text(m["device_uuid"])),
+    _Column("range", lambda m: str(m["range_id"]), True, "drop"),
+    _Column("slab", lambda m: str(m["slab_index"]), True),
+    _Column("first byte", lambda m: str(m["offset_bytes"]), True),
+    _Column("bytes", lambda m: str(m["differing_bytes"]), True),
+)
+
 
 def _table(columns: Sequence[_Column], rows: Sequence[dict[str, Any]], *, is_wide: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
@@ -129,3 +168,7 @@ def _table(columns: Sequence[_Column], rows: Sequence[dict[str, Any]], *, is_wid
 
 def _text(value: object) -> str:
     return escape_controls(str(value), keep="")
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else _text(value)

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import structlog
@@ -28,7 +28,8 @@ from vmmd.core.ledger import RangeRecord
 from vmmd.core.residency import BUSY, EMPTY, F64, Arena, Slot
 from vmmd.driver import membarrier
 from vmmd.driver.base import Copy, Driver, FileSource, ShortRead, Slab, SlabSource
-from vmmd.errors import StaleGeneration, Unavailable, VmmError
+from vmmd.errors import DriverError, StaleGeneration, Unavailable, VmmError
+from vmmd.manager.compare import sample
 from vmmd.manager.files import FileIdentity, check_unchanged
 from vmmd.manager.session import Session
 from vmmd.manager.shared import ResidencyTable
@@ -37,6 +38,8 @@ log = structlog.get_logger("vmmd.model")
 
 CHUNK_BYTES = 32 << 20
 """Filled in one call of the driver: progress, and how much a change of mind wastes."""
+
+T = TypeVar("T")
 
 
 class Stuck(Exception):
@@ -85,6 +88,7 @@ class Model:
     total_bytes: int = 0
     stale: bool = False
     closed: bool = False
+    reading: list[float] = field(default_factory=list)  # generations that the daemon's own reads go by
     working: int = 0  # fills and trades under way: its descriptors and table are needed
     idle_since_s: float | None = None
     stuck_pids: tuple[int, ...] = ()
@@ -157,8 +161,9 @@ class Model:
     async def fill(self, pieces: Iterable[Piece]) -> None:
         """Fills and publishes, in chunks. Slots are BUSY before and held after; homes become ready.
 
-        Errors: `StaleGeneration` where a file changed, `OSError`, `DriverError`;
-        what was published before stays.
+        A sample of each chunk is read back before it is published. Errors:
+        `StaleGeneration` where a file changed, `OSError`, `DriverError` (named
+        MISMATCH where the sample differs); what was published before stays.
         """
         self.working += 1
         try:
@@ -172,16 +177,42 @@ class Model:
     async def _fill_chunk(self, chunk: list[Piece]) -> None:
         loop = asyncio.get_running_loop()
         copies = [c for piece in chunk for c in piece.copies]
+
+        def work() -> tuple[Copy, int] | None:
+            self.driver.fill(copies)
+            return sample(self.driver, copies)
+
         try:
-            await loop.run_in_executor(self.executor, self.driver.fill, copies)
+            wrong = await loop.run_in_executor(self.executor, work)
         except ShortRead as error:
             raise StaleGeneration(f"a file of model {self.name!r} has shrunk while it was read: {error}") from None
         if any(isinstance(c.source, FileSource) for c in copies):
             check_unchanged(self.files, self.identities)
+        if wrong is not None:
+            copy, offset_bytes = wrong
+            raise self._mismatch(next(p for p in chunk if any(c is copy for c in p.copies)), copy, offset_bytes)
         for piece in chunk:
             self._publish(piece)
         self.table.bump()
         self.filled_bytes += sum(p.size_bytes for p in chunk)
+
+    def _mismatch(self, piece: Piece, copy: Copy, offset_bytes: int) -> DriverError:
+        """What to say of a slab that is not, from some byte on, what was written to it."""
+        if piece.expert == EMPTY:
+            record = self.weights
+            index = next(i for i, slab_id in record.slabs.items() if self.slab(slab_id) is copy.target)
+        elif piece.slot is not None:
+            record, index = self.ranges[piece.slot.part], piece.slot.slab
+        else:
+            record, index = self.homes, int(self.arena.home[piece.expert][0])
+        source = "its file" if isinstance(copy.source, FileSource) else "the copy in host memory"
+        return DriverError(
+            f"a fill of model {self.name!r} went wrong: slab {index} of range {record.range_id}"
+            f" ({record.kind.value}) on {copy.target.device_uuid} differs from {source} at byte {offset_bytes};"
+            " nothing of it is used; check that device's memory",
+            call="fill",
+            name="MISMATCH",
+        )
 
     def _publish(self, piece: Piece) -> None:
         expert = piece.expert
@@ -234,10 +265,24 @@ class Model:
     # Generations
 
     def behind(self, generation: int) -> list[int]:
-        """Pids of sessions that may still read under an older generation."""
-        return [
+        """Pids of sessions that may still read under an older generation, and the daemon's if `hold` does."""
+        pids = [
             s.record.pid for s in self.sessions if not s.ended and is_behind(s.line(s.attachment(self)), generation)
         ]
+        return [*pids, os.getpid()] if any(g < generation for g in self.reading) else pids
+
+    async def hold(self, executor: Executor, work: Callable[[], T], *, of_slots: bool) -> T:
+        """Runs `work` in a thread; until it ends the model keeps its slabs and descriptors.
+
+        With `of_slots` it is a step: a slot that the arena names when this is called
+        is neither refilled nor given away. `executor` should start it at once, as
+        trades wait for it.
+        """
+        generation = self.table.generation if of_slots else float("inf")
+        self.reading.append(generation)
+        job = asyncio.get_running_loop().run_in_executor(executor, work)
+        job.add_done_callback(lambda _: self.reading.remove(generation))
+        return await asyncio.shield(job)  # whoever waits may be cancelled, the thread goes on
 
     async def quiesce(self, generation: int, deadline_s: float) -> None:
         """Waits until nobody is behind. Errors: `Stuck` past the deadline.
@@ -396,7 +441,7 @@ class Model:
     async def stop(self) -> None:
         """Ends what still fills it, so that its descriptors can be closed."""
         self.closed = True
-        while self.working:
+        while self.working or self.reading:
             await asyncio.sleep(0.001)
 
     def close(self) -> None:

@@ -1,20 +1,23 @@
 """The `Admin` service: vmmctl's."""
 
+import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping
 
 import structlog
 from strata_api.v1 import admin_pb2, admin_pb2_grpc
 
 from vmmd.errors import PermissionDenied
-from vmmd.manager import Manager
-from vmmd.server import status
+from vmmd.manager import Manager, verify
+from vmmd.server import convert, status
 from vmmd.server.rpc import Context, streaming, token_of, unary
 
 log = structlog.get_logger("vmmd.admin")
 
+PROGRESS_S = 0.2
+
 
 class Admin(admin_pb2_grpc.AdminServicer):
-    """Anyone who may connect may look; `admin_uids` may drain."""
+    """Anyone who may connect may look; `admin_uids` may drain and verify."""
 
     def __init__(self, manager: Manager, admins: Mapping[str, int], admin_uids: Collection[int]) -> None:
         self._manager = manager
@@ -27,6 +30,12 @@ class Admin(admin_pb2_grpc.AdminServicer):
             raise PermissionDenied("this token is no administrator connection's; connect to the broker again")
         return uid
 
+    def _administrator(self, context: Context, what: str) -> int:
+        uid = self._caller(context)
+        if uid not in self._admin_uids:
+            raise PermissionDenied(f"user {uid} may not {what}; root, the daemon's own user and admin_users may")
+        return uid
+
     @streaming
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> AsyncIterator[admin_pb2.StatusPart]:
         self._caller(context)
@@ -36,10 +45,23 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
     @unary
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainReply:
-        uid = self._caller(context)
-        if uid not in self._admin_uids:
-            raise PermissionDenied(
-                f"user {uid} may not drain this vmmd; root, the daemon's own user and admin_users may"
-            )
+        uid = self._administrator(context, "drain this vmmd")
         log.info("daemon.draining", by_uid=uid)
         return admin_pb2.DrainReply(sessions=self._manager.drain())
+
+    @streaming
+    async def Verify(self, request: admin_pb2.VerifyRequest, context: Context) -> AsyncIterator[admin_pb2.VerifyEvent]:
+        self._administrator(context, "verify models of this vmmd")
+        verification = verify.Verification(verify.find(self._manager.models, request.model))
+        task = asyncio.create_task(verification.run())
+        try:
+            while not (await asyncio.wait([task], timeout=PROGRESS_S))[0]:
+                yield admin_pb2.VerifyEvent(
+                    progress=admin_pb2.VerifyProgress(
+                        compared_bytes=verification.compared_bytes, total_bytes=verification.total_bytes
+                    )
+                )
+            task.result()
+            yield admin_pb2.VerifyEvent(summary=convert.verified(verification))
+        finally:
+            task.cancel()

@@ -1,11 +1,13 @@
 """The one place where wire messages meet the manager's types."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
-from strata_api.v1 import memory_pb2
+from strata_api.v1 import admin_pb2, memory_pb2
 
 from vmmd.core.geometry import Extent, Stack
 from vmmd.core.ledger import DeviceRecord, Ledger, RangeRecord
+from vmmd.manager.verify import Verification
 
 
 def stacks(message: memory_pb2.Stacks) -> Iterable[Stack]:
@@ -47,4 +49,20 @@ def grown(ledger: Ledger, record: RangeRecord) -> memory_pb2.GrownRange:
         range_id=record.range_id,
         cells=min(record.cells_max, len(record.slabs) * record.cells_per_slab),
         size_bytes=ledger.held_bytes([record]),
+    )
+
+
+def verified(verification: Verification) -> admin_pb2.VerifySummary:
+    """What a verification has found."""
+    return admin_pb2.VerifySummary(
+        model_id=verification.model.model_id,
+        name=verification.model.name,
+        file_changed=verification.file_changed,
+        slots=verification.slots,
+        homes=verification.homes,
+        weights_bytes=verification.weights_bytes,
+        slots_skipped=verification.slots_skipped,
+        compared_bytes=verification.compared_bytes,
+        mismatched=verification.mismatched,
+        mismatches=[admin_pb2.Mismatch(**asdict(m)) for m in verification.mismatches],
     )

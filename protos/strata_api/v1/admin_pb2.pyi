@@ -143,3 +143,71 @@ class DrainReply(_message.Message):
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     sessions: int
     def __init__(self, sessions: _Optional[int] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class VerifyEvent(_message.Message):
+    __slots__ = ("progress", "summary")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    progress: VerifyProgress
+    summary: VerifySummary
+    def __init__(self, progress: _Optional[_Union[VerifyProgress, _Mapping]] = ..., summary: _Optional[_Union[VerifySummary, _Mapping]] = ...) -> None: ...
+
+class VerifyProgress(_message.Message):
+    __slots__ = ("compared_bytes", "total_bytes")
+    COMPARED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    compared_bytes: int
+    total_bytes: int
+    def __init__(self, compared_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
+
+class VerifySummary(_message.Message):
+    __slots__ = ("model_id", "name", "file_changed", "slots", "homes", "weights_bytes", "slots_skipped", "compared_bytes", "mismatched", "mismatches")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FILE_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    HOMES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    COMPARED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHED_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHES_FIELD_NUMBER: _ClassVar[int]
+    model_id: int
+    name: str
+    file_changed: bool
+    slots: int
+    homes: int
+    weights_bytes: int
+    slots_skipped: int
+    compared_bytes: int
+    mismatched: int
+    mismatches: _containers.RepeatedCompositeFieldContainer[Mismatch]
+    def __init__(self, model_id: _Optional[int] = ..., name: _Optional[str] = ..., file_changed: bool = ..., slots: _Optional[int] = ..., homes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., slots_skipped: _Optional[int] = ..., compared_bytes: _Optional[int] = ..., mismatched: _Optional[int] = ..., mismatches: _Optional[_Iterable[_Union[Mismatch, _Mapping]]] = ...) -> None: ...
+
+class Mismatch(_message.Message):
+    __slots__ = ("place", "layer", "expert", "matrix", "device_uuid", "range_id", "slab_index", "offset_bytes", "differing_bytes")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_FIELD_NUMBER: _ClassVar[int]
+    MATRIX_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    RANGE_ID_FIELD_NUMBER: _ClassVar[int]
+    SLAB_INDEX_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIFFERING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    place: str
+    layer: int
+    expert: int
+    matrix: str
+    device_uuid: str
+    range_id: int
+    slab_index: int
+    offset_bytes: int
+    differing_bytes: int
+    def __init__(self, place: _Optional[str] = ..., layer: _Optional[int] = ..., expert: _Optional[int] = ..., matrix: _Optional[str] = ..., device_uuid: _Optional[str] = ..., range_id: _Optional[int] = ..., slab_index: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., differing_bytes: _Optional[int] = ...) -> None: ...

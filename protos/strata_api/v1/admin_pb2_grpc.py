@@ -44,6 +44,11 @@ class AdminStub(object):
                 request_serializer=strata__api_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=strata__api_dot_v1_dot_admin__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/strata_api.v1.Admin/Verify',
+                request_serializer=strata__api_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=strata__api_dot_v1_dot_admin__pb2.VerifyEvent.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -63,6 +68,14 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Verify(self, request, context):
+        """Compares every byte of a model's slots, homes and weights with its file, while
+        it is used: progress, then one summary.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +88,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=strata__api_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=strata__api_dot_v1_dot_admin__pb2.DrainReply.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=strata__api_dot_v1_dot_admin__pb2.VerifyRequest.FromString,
+                    response_serializer=strata__api_dot_v1_dot_admin__pb2.VerifyEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +149,33 @@ class Admin(object):
             '/strata_api.v1.Admin/Drain',
             strata__api_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             strata__api_dot_v1_dot_admin__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/strata_api.v1.Admin/Verify',
+            strata__api_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
+            strata__api_dot_v1_dot_admin__pb2.VerifyEvent.FromString,
             options,
             channel_credentials,
             insecure,
