@@ -65,14 +65,18 @@ class Kernels:
 
     def read_gb_per_s(self, address: int, size_bytes: int, seconds: float) -> float:
         """Reads the same bytes again and again; the median rate."""
-        times = []
+        return statistics.median(rate for _, rate in self.read_rates(address, size_bytes, seconds))
+
+    def read_rates(self, address: int, size_bytes: int, seconds: float) -> list[tuple[float, float]]:
+        """The same: each launch's end in s of the monotonic clock, and its rate in GB/s."""
+        rates = []
         types = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
             start = time.perf_counter()
             self._run("read", 132 * 8, 512, (address, size_bytes // 16, self._out), types)
-            times.append(time.perf_counter() - start)
-        return size_bytes / statistics.median(times) / 1e9
+            rates.append((time.monotonic(), size_bytes / (time.perf_counter() - start) / 1e9))
+        return rates
 
     def _run(self, name: str, grid: int, block: int, args: tuple[Any, ...], types: tuple[Any, ...]) -> None:
         cu = self._cu

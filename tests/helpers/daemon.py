@@ -8,28 +8,44 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from strata_client.connection import NoDaemon, dial
 
-READY_TIMEOUT_S = 20
+READY_TIMEOUT_S = 60
+VMMD = ("-m", "vmmd.main")
 
 
 class Daemon:
-    """A running `vmmd`; its directory is short, because socket paths must be."""
+    """A running `vmmd`; its directory is short, because socket paths must be.
 
-    def __init__(self, config: str = "") -> None:
+    Args:
+        config: lines of its configuration, after the driver's.
+        driver: which one.
+        program: how Python is told to run it.
+        environment: what is added to this process's own.
+    """
+
+    def __init__(
+        self,
+        config: str = "",
+        *,
+        driver: str = "host",
+        program: Sequence[str] = VMMD,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="st-", dir="/tmp"))
         self.log = self.directory / "log"
         self._clients: list[subprocess.Popen[bytes]] = []
-        (self.directory / "vmmd.toml").write_text('driver = "host"\n' + config)
-        argv = [sys.executable, "-m", "vmmd.main", "--runtime-dir", os.fspath(self.directory)]
+        (self.directory / "vmmd.toml").write_text(f'driver = "{driver}"\n' + config)
+        argv = [sys.executable, *program, "--runtime-dir", os.fspath(self.directory)]
         argv += ["--config", os.fspath(self.directory / "vmmd.toml")]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            env = {**os.environ, **(environment or {})}
+            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
         try:
             wait_until(self._is_ready, READY_TIMEOUT_S, lambda: f"vmmd is not ready: {self.log.read_text()}")
         except BaseException:

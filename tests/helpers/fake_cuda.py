@@ -5,9 +5,12 @@ reserves, so bytes, descriptors and other processes are real. `FakeCuda.install`
 puts it where the bindings would be imported from. It is as strict as the real
 one where that matters: a slab maps whole, a device out of room says so, and
 nothing runs without a current context.
+
+Run as a program it is a vmmd on the stand-in; STRATA_FAKE_CUDA holds its options as JSON.
 """
 
 import ctypes
+import json
 import mmap
 import os
 import sys
@@ -15,6 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from uuid import UUID
@@ -40,9 +44,13 @@ class CUresult(IntEnum):
     CUDA_ERROR_NOT_SUPPORTED = 801
 
 
-def gpu_uuid(ordinal: int) -> str:
+def gpu_uuid(ordinal: int, salt: int = 0) -> str:
     """The name of a simulated GPU."""
-    return f"GPU-{UUID(int=ordinal + 1)}"
+    return f"GPU-{_uuid(ordinal, salt)}"
+
+
+def _uuid(ordinal: int, salt: int) -> UUID:
+    return UUID(int=(salt << 8) + ordinal + 1)
 
 
 class _Failed(Exception):
@@ -72,6 +80,8 @@ class FakeCuda:
         peers: whether they have a path to each other.
         host_memory: whether allocations on the host's nodes are supported.
         dirty: whether a new slab shows old bytes.
+        salt: makes the GPUs others than those of another stand-in on this host.
+        others: a directory, where what processes allocate beside slabs is seen by all that name it.
     """
 
     def __init__(
@@ -82,9 +92,12 @@ class FakeCuda:
         peers: bool = True,
         host_memory: bool = True,
         dirty: bool = False,
+        salt: int = 0,
+        others: str = "",
     ) -> None:
         self.gpus, self.total_bytes, self.peers = gpus, total_bytes, peers
         self.host_memory, self.dirty = host_memory, dirty
+        self.salt, self.others = salt, Path(others) if others else None
         self.calls: Counter[str] = Counter()
         self.handles: dict[int, list[int]] = {}  # [fd, size, location type, location number]
         self.reserved: dict[int, int] = {}
@@ -92,6 +105,7 @@ class FakeCuda:
         self.access: dict[int, list[tuple[int, int, int]]] = {}
         self.registered: dict[int, int] = {}
         self.pinned: dict[int, mmap.mmap] = {}
+        self.allocated: dict[int, Path] = {}
         self.streams: set[int] = set()
         self.contexts: Counter[int] = Counter()
         self._current = threading.local()
@@ -180,7 +194,14 @@ class FakeCuda:
 
     def _used_bytes(self, ordinal: int) -> int:
         physical = {id(slab): slab for slab in (*self.handles.values(), *self.mapped.values())}.values()
-        return sum(size for _, size, kind, number in physical if (kind, number) == (1, ordinal))
+        slabs_bytes = sum(size for _, size, kind, number in physical if (kind, number) == (1, ordinal))
+        return slabs_bytes + self._others_bytes(ordinal)
+
+    def _others_bytes(self, ordinal: int) -> int:
+        if self.others is None:
+            return 0
+        files = [path for path in self.others.glob(f"{ordinal}-*") if Path("/proc", path.name.split("-")[1]).exists()]
+        return sum(path.stat().st_size for path in files)
 
     # Devices and contexts
 
@@ -197,7 +218,7 @@ class FakeCuda:
         return b"fake\0\0"
 
     def cuDeviceGetUuid(self, device: int) -> Any:
-        return SimpleNamespace(bytes=UUID(int=device + 1).bytes)
+        return SimpleNamespace(bytes=_uuid(device, self.salt).bytes)
 
     def cuDeviceGetAttribute(self, attribute: int, device: int) -> int:
         return 0 if attribute == 3 else 1
@@ -302,6 +323,22 @@ class FakeCuda:
             self.access.pop(address, None)
             host_memfd._reserve(address, size, host_memfd._MAP_FIXED)
 
+    # What is no slab: counted, not there
+
+    def cuMemAlloc(self, size: int) -> int:
+        context = self._need_context()
+        assert self.others is not None
+        self._require(size <= self.total_bytes - self._used_bytes(context), "CUDA_ERROR_OUT_OF_MEMORY")
+        self._next += 1
+        path = self.others / f"{context}-{os.getpid()}-{self._next}"
+        with path.open("wb") as file:
+            file.truncate(size)
+        self.allocated[self._next] = path
+        return self._next
+
+    def cuMemFree(self, address: int) -> None:
+        self.allocated.pop(address).unlink()
+
     # Host memory, streams and copies
 
     def cuMemHostAlloc(self, size: int, flags: int) -> int:
@@ -350,3 +387,15 @@ class FakeCuda:
     def cuMemsetD8Async(self, address: int, value: int, size: int, stream: int) -> None:
         self._need_context()
         ctypes.memset(address, value, size)
+
+
+def main() -> None:
+    """A vmmd on the stand-in."""
+    FakeCuda(**json.loads(os.environ["STRATA_FAKE_CUDA"])).install()
+    from vmmd.main import main as vmmd
+
+    vmmd()
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ import struct
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -304,11 +304,17 @@ _CONTEXT.set_forkserver_preload(["tests.helpers.peer"])
 
 
 class Remote:
-    """A `Client` in a process of its own: `remote.ask("grow", 3)` calls `Client.grow(3)` there."""
+    """A `Client` in a process of its own: `remote.ask("grow", 3)` calls `Client.grow(3)` there.
 
-    def __init__(self, directory: Path, uid: int = 0, *, connect: bool = True) -> None:
+    `kind` makes another object there, given the daemon's directory.
+    """
+
+    def __init__(
+        self, directory: Path, uid: int = 0, *, connect: bool = True, kind: Callable[[str], Any] = Client
+    ) -> None:
         self._pipe, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_serve, args=(theirs, os.fspath(directory), uid, connect), daemon=True)
+        args = (theirs, os.fspath(directory), uid, connect, kind)
+        self.process = _CONTEXT.Process(target=_serve, args=args, daemon=True)
         self.process.start()
         theirs.close()
         try:
@@ -359,13 +365,13 @@ class Remote:
         self.kill()
 
 
-def _serve(pipe: Connection, directory: str, uid: int, connect: bool) -> None:
+def _serve(pipe: Connection, directory: str, uid: int, connect: bool, kind: Callable[[str], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if uid:
         become(uid)
-    client: Client | None = None
+    client: Any = None
     try:
-        client = Client(directory) if connect else None
+        client = kind(directory) if connect else None
         pipe.send(("ok", None))
     except VmmError as error:
         pipe.send(("error", (error.reason, error.message, error.fields())))
@@ -380,7 +386,7 @@ def _serve(pipe: Connection, directory: str, uid: int, connect: bool) -> None:
             return
         try:
             if verb == "connect":
-                client = Client(directory)
+                client = kind(directory)
                 pipe.send(("ok", None))
                 continue
             pipe.send(("ok", getattr(client, verb)(*args, **options)))

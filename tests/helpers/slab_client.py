@@ -155,4 +155,5 @@ def _serve(driver: str, connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.append(os.fspath(Path(__file__).parent))
     _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

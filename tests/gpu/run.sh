@@ -1,0 +1,60 @@
+#!/bin/bash
+# Runs what needs GPUs, from the root of a checkout: tests/gpu/run.sh [PART...]
+#
+#   contract   the driver contract and the CUDA driver's own tests
+#   daemon     a vmmd with the CUDA driver and its clients
+#   kernels    the other tests that need a GPU
+#   driver     benches of the CUDA driver
+#   growth     benches of a daemon: growth, opening, refilling, filling, at rest
+#   kernels-bench  the other benches that need a GPU
+#
+# Without a part all of them; each is run to its end, or for PART_TIMEOUT_S (550).
+# A short summary is printed last. Logs and results are in build/gpu; where OUT is
+# set, also in $OUT/gpu.tar.gz after each part. STRATA_COMMIT names the commit
+# where the tree is no repository.
+set -uo pipefail
+
+cd "$(dirname "$0")/../.." || exit 2
+out=$PWD/build/gpu
+mkdir -p "$out/results"
+export STRATA_REQUIRE_GPU=1 STRATA_BENCH_RESULTS=$out/results PYTHONUNBUFFERED=1
+export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$PWD:$PWD/protos:$PWD/kernels
+
+declare -A tests=(
+  [contract]="-m gpu tests/unit tests/gpu/test_cuda_driver.py"
+  [daemon]="-m gpu tests/gpu/test_daemon.py"
+  [kernels]="-m gpu tests/gpu --ignore=tests/gpu/test_daemon.py --ignore=tests/gpu/test_cuda_driver.py"
+  [driver]="-s -m bench tests/bench/test_cuda_driver.py"
+  [growth]="-s -m bench tests/bench/test_cuda_growth.py"
+  [kernels-bench]="-s -m bench&gpu tests/bench --ignore=tests/bench/test_cuda_driver.py --ignore=tests/bench/test_cuda_growth.py"
+)
+parts=("$@")
+[ ${#parts[@]} -gt 0 ] || parts=(contract daemon kernels driver growth kernels-bench)
+
+failed=0
+summary=()
+for part in "${parts[@]}"; do
+  if [ -z "${tests[$part]:-}" ]; then
+    echo "run.sh: no part $part; there are ${!tests[*]}" >&2
+    exit 2
+  fi
+  read -ra arguments <<<"${tests[$part]}"
+  arguments=("${arguments[@]/bench&gpu/bench and gpu}")
+  began=$SECONDS
+  timeout "${PART_TIMEOUT_S:-550}" python3 -m pytest -q --durations=5 -p no:cacheprovider "${arguments[@]}" >"$out/$part.log" 2>&1
+  status=$?
+  # 5: nothing to run in this part
+  if [ $status -ne 0 ] && [ $status -ne 5 ]; then
+    failed=1
+    grep -E "^E  |^(FAILED|ERROR) |Error: " "$out/$part.log" | cut -c1-300 | head -60
+  fi
+  grep -E "^SKIPPED" "$out/$part.log" | cut -c1-200
+  summary+=("$part: $(tail -n1 "$out/$part.log") [status $status, $((SECONDS - began)) s]")
+  [ -z "${OUT:-}" ] || tar -C "$out" -czf "$OUT/gpu.tar.gz" .
+done
+
+for part in "${parts[@]}"; do
+  grep -hE "^[a-z0-9-]+ on |^  .*(target|limit|peer|MISSED| (ms|us|s|GB/s|GiB|MiB|%|x) )" "$out/$part.log"
+done
+printf '%s\n' "${summary[@]}"
+exit $failed
