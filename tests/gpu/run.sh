@@ -18,7 +18,13 @@ cd "$(dirname "$0")/../.." || exit 2
 out=$PWD/build/gpu
 mkdir -p "$out/results"
 export STRATA_REQUIRE_GPU=1 STRATA_BENCH_RESULTS=$out/results PYTHONUNBUFFERED=1
-export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$PWD:$PWD/protos:$PWD/kernels
+export PYTHONPATH=$PWD:$PWD/protos:$PWD/kernels:$out/site${PYTHONPATH:+:$PYTHONPATH}
+
+# a checkout that is not installed has no version, which the daemon shows
+if ! python3 -c 'import importlib.metadata as m; m.version("strata-vmm")' 2>/dev/null; then
+  mkdir -p "$out/site/strata_vmm-0.dist-info"
+  printf 'Metadata-Version: 2.1\nName: strata-vmm\nVersion: 0\n' >"$out/site/strata_vmm-0.dist-info/METADATA"
+fi
 
 declare -A tests=(
   [contract]="-m gpu tests/unit tests/gpu/test_cuda_driver.py"
@@ -46,15 +52,15 @@ for part in "${parts[@]}"; do
   # 5: nothing to run in this part
   if [ $status -ne 0 ] && [ $status -ne 5 ]; then
     failed=1
-    grep -E "^E  |^(FAILED|ERROR) |Error: " "$out/$part.log" | cut -c1-300 | head -60
+    grep -E "^E  +[A-Z][A-Za-z.]*:|^E +assert |^(FAILED|ERROR) " "$out/$part.log" | cut -c1-250 | uniq | head -40
   fi
   grep -E "^SKIPPED" "$out/$part.log" | cut -c1-200
   summary+=("$part: $(tail -n1 "$out/$part.log") [status $status, $((SECONDS - began)) s]")
-  [ -z "${OUT:-}" ] || tar -C "$out" -czf "$OUT/gpu.tar.gz" .
+  [ -z "${OUT:-}" ] || tar -C "$out" --exclude=./site -czf "$OUT/gpu.tar.gz" .
 done
 
 for part in "${parts[@]}"; do
-  grep -hE "^[a-z0-9-]+ on |^  .*(target|limit|peer|MISSED| (ms|us|s|GB/s|GiB|MiB|%|x) )" "$out/$part.log"
+  grep -hE "^[a-z0-9-]+ on [^,]+, |^  [^ ].{57,} +[-0-9.e+]+ ([a-zA-Z/%]+ |  )" "$out/$part.log"
 done
 printf '%s\n' "${summary[@]}"
 exit $failed

@@ -21,7 +21,7 @@ from strata_client.mapping import (
     weight_offsets,
 )
 from strata_client.models.base import WeightExtent
-from vmmd.errors import InvalidRequest, StaleGeneration, VmmError
+from vmmd.errors import InvalidRequest, NoDevice, StaleGeneration, VmmError
 
 MIB = 1 << 20
 SIZES = (300, 256, 10)
@@ -63,6 +63,19 @@ def _range(slab_bytes: int, slabs_max: int, mapped: tuple[int, ...] = ()) -> Map
     range_ = MappedRange(_Mapper(), wire.Range(range_id=1, slab_bytes=slab_bytes, slabs_max=slabs_max), writable=True)
     range_.mapped.update(mapped)
     return range_
+
+
+def test_range_is_an_array_or_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range of the host has bytes and no address, one of a GPU an address and no bytes; neither pretends."""
+    range_ = _range(256, 2)
+    assert len(range_.view) == 512
+    with pytest.raises(NoDevice, match="for the host only"):
+        _ = range_.address
+    range_ = _range(256, 2)
+    monkeypatch.setattr(_Reservation, "view", lambda self: 1 << 40)
+    assert range_.address == 1 << 40
+    with pytest.raises(NoDevice, match="for a GPU's kernels only"):
+        _ = range_.view
 
 
 def _table(n_layers: int, n_experts: int) -> np.ndarray:
