@@ -156,6 +156,7 @@ def bind_broker(directory: RuntimeDir, backlog: int = 128) -> socket.socket:
     try:
         listener.bind(os.fspath(path))
         open_socket_to_group(path)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before anybody can connect
         listener.listen(backlog)
     except BaseException:
         listener.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import gc
 import os
 import random
@@ -183,7 +184,16 @@ class _Host:
         self._files = 0
 
     def connect(self, domain: str) -> Session:
-        return self.manager.connect(os.getpid(), 0, 0, domain, "test", os.pidfd_open(os.getpid()))
+        session = self.manager.connect(os.getpid(), 0, 0, domain, "test", os.pidfd_open(os.getpid()))
+        session.watcher = functools.partial(self._take_note, session)
+        return session
+
+    def _take_note(self, session: Session) -> None:
+        """What a client does with the events of its watch stream."""
+        while session.events:
+            event = session.events.popleft()
+            if event.HasField("slabs_added"):
+                self.manager.acknowledge(session, event.slabs_added.batch_id)
 
     async def open(self, model: SmallModel, session: Session | None = None) -> Any:
         session = session or self.session
@@ -272,7 +282,7 @@ def test_a_failing_driver_leaves_nothing_of_an_opening(model: SmallModel, operat
                     break
                 else:
                     raise AssertionError("every opening failed")
-            assert failures >= (5 if operation == "create" else 1)  # slabs that were made stay, free, for the next try
+            assert failures >= (2 if operation == "create" else 1)  # slabs that were made stay, free, for the next try
             await host.open(model)
         finally:
             await host.close()

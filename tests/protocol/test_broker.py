@@ -390,6 +390,15 @@ def test_too_many_silent_connections_are_refused(daemon: Daemon) -> None:
     finally:
         for raw in silent:
             raw.close()
+        wait_until(lambda: _accepts(daemon), 5)
+
+
+def _accepts(daemon: Daemon) -> bool:
+    try:
+        with client(daemon.directory):
+            return True
+    except PermissionDenied:
+        return False
 
 
 def test_daemon_without_descriptors_waits_for_some(daemon: Daemon) -> None:

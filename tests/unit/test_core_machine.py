@@ -795,7 +795,7 @@ class CoreMachine(RuleBasedStateMachine):
     @invariant()
     def a_slab_is_revoking_for_a_reason(self) -> None:
         revoking = {i for i, s in self.ledger.slabs.items() if s.state is SlabState.REVOKING}
-        flights = [f for g in self.growths for f in g.flights if f.state != "kept"]
+        flights = [f for g in self.growths for f in g.flights if f.state not in ("kept", "late")]
         flights += [f for _, _, f in self.late if f is not None]
         assert revoking == {i for i, _ in self.held} | {i for f in flights for i in f.trade.slab_ids}
 

@@ -203,6 +203,9 @@ class Broker:
         except OSError as error:
             log.warning("broker.failed", pid=connection.peer.pid, why=str(error))
             reply, out = _refused(VmmError(f"vmmd could not do this: {error}")), []
+        except Exception as error:  # our own bug: this client hears of it, the others are served
+            log.exception("broker.bug", pid=connection.peer.pid)
+            reply, out = _refused(VmmError(f"vmmd failed: {type(error).__name__}; its log says more")), []
         finally:
             for fd in fds:
                 os.close(fd)

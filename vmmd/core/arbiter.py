@@ -25,6 +25,9 @@ from vmmd.core.ledger import Ledger, RangeKind, SlabState
 from vmmd.core.residency import EMPTY, Arena, Slot
 from vmmd.errors import Exhausted
 
+NOBODY = ""
+"""The domain of memory that goes back to the driver."""
+
 
 class Request(NamedTuple):
     """So many slabs more for a range."""
@@ -133,6 +136,17 @@ def plan(
         made.trades += foreign
         made.create += sum(len(t.slab_ids) for t in foreign)
     return Plan([], [drop]) if drop is not None else Plan(plans, [])
+
+
+def plan_release(ledger: Ledger, models: Sequence[Holder], device: str, count: int) -> DevicePlan:
+    """Up to `count` slabs to give back to the driver: free ones, then the coldest of all arenas above their floors."""
+    free = sorted(ledger.slabs_in(device, SlabState.FREE), key=lambda i: (ledger.slabs[i].since_s, i))
+    made = DevicePlan(device, NOBODY, destroy=free[:count])
+    if len(made.destroy) < count:
+        usable = [m for m in models if m.movable]
+        spare = {m.arena.model_id: _spare_slots(m.arena, ledger) for m in usable}
+        made.trades = _trades(usable, ledger, spare, device, count - len(made.destroy), NOBODY, crosses=True)
+    return made
 
 
 def free_for(ledger: Ledger, device: str, domain: str) -> int:

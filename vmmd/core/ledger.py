@@ -50,6 +50,7 @@ class SlabRecord:
     range_id: int | None = None
     index: int | None = None
     holder: int | None = None  # session charged for it while quarantined
+    holder_pid: int = 0  # of that session, which may have ended; 0: unknown
     since_s: float = 0.0  # of the present state
     traded_s: float | None = None  # when it last left an arena for another range
 
@@ -227,18 +228,18 @@ class Ledger:
         slab = self._leave(self._expect(slab_id, SlabState.REVOKING), now_s)
         self._enter(slab, SlabState.FREE, now_s)
 
-    def quarantine(self, slab_id: int, holder: int, now_s: float) -> None:
+    def quarantine(self, slab_id: int, holder: int, now_s: float, pid: int = 0) -> None:
         """REVOKING or FREE -> QUARANTINED: somebody still holds it past the deadline."""
         slab = self.slabs[slab_id]
         if slab.state is not SlabState.FREE:
             self._leave(self._expect(slab_id, SlabState.REVOKING), now_s)
-        slab.holder = holder
+        slab.holder, slab.holder_pid = holder, pid
         self._enter(slab, SlabState.QUARANTINED, now_s)
 
     def lift(self, slab_id: int, now_s: float) -> None:
         """QUARANTINED -> FREE: its holder has let go."""
         slab = self._expect(slab_id, SlabState.QUARANTINED)
-        slab.holder = None
+        slab.holder, slab.holder_pid = None, 0
         self._enter(slab, SlabState.FREE, now_s)
 
     def _expect(self, slab_id: int, state: SlabState) -> SlabRecord:

@@ -125,6 +125,9 @@ class Driver(Protocol):
         `DriverError`. Targets hold unspecified bytes after an error.
         """
 
+    def failed_devices(self) -> Sequence[str]:
+        """Devices on which nothing works until the daemon starts anew (a dead context)."""
+
     def read(self, slab: Slab, offset_bytes: int, length_bytes: int) -> bytes:
         """A copy of the slab's bytes, for verification."""
 

@@ -101,6 +101,7 @@ class HostDriver:
         self._slab_bytes = dict.fromkeys(self._devices, 0)
         self._unmanaged_bytes = dict.fromkeys(self._devices, 0)
         self._live: set[_Memfd] = set()
+        self._failed: set[str] = set()
         self._threads = ThreadPoolExecutor(threads_max, thread_name_prefix="fill")
 
     def devices(self) -> Sequence[DeviceInfo]:
@@ -119,6 +120,15 @@ class HostDriver:
         self._device(device_uuid)
         with self._lock:
             self._unmanaged_bytes[device_uuid] = size_bytes
+
+    def failed_devices(self) -> Sequence[str]:
+        """Devices that a test has failed."""
+        return sorted(self._failed)
+
+    def set_failed(self, device_uuid: str) -> None:
+        """Simulates that a device's context died (for tests)."""
+        self._device(device_uuid)
+        self._failed.add(device_uuid)
 
     def create(self, device_uuid: str, size_bytes: int) -> Slab:
         """Allocates a slab of zeros; its memory is there when this returns."""

@@ -22,9 +22,11 @@ from vmmd.core.residency import Arena, Part
 from vmmd.driver.base import Driver
 from vmmd.errors import (
     Draining,
+    DriverError,
     Exhausted,
     InvalidRequest,
     LeaseRevoked,
+    NoDevice,
     NotFound,
     PermissionDenied,
     VmmError,
@@ -214,8 +216,11 @@ class Manager:
 
     def _devices(self, uuids: Sequence[str]) -> list[str]:
         computing = [d.uuid for d in self.ledger.devices.values() if not d.is_host]
+        failed = [uuid for uuid in computing if self.ledger.devices[uuid].failed]
         if not uuids:
-            return computing[:1]
+            uuids = [uuid for uuid in computing if uuid not in failed][:1] or computing[:1]
+        if any(uuid in failed for uuid in uuids):
+            raise NoDevice(f"device {', '.join(failed)} has failed; use another one, or restart vmmd to recover it")
         for uuid in uuids:
             if uuid not in computing:
                 raise NotFound(f"there is no device {uuid!r} here; this vmmd owns {', '.join(computing)}")
@@ -271,7 +276,9 @@ class Manager:
             BatchItem(Kind.KIND_HEAT, model.model_id, page=session.heat[model.model_id].page, writable=True),
         ]
         for record in [model.weights, *model.ranges, model.homes]:
-            items += [BatchItem(Kind.KIND_SLAB, record.range_id, i, s) for i, s in sorted(record.slabs.items())]
+            slabs = sorted(record.slabs.items())  # those still being made are granted when they are there
+            made = [(i, s) for i, s in slabs if s in self.slabs.physical]
+            items += [BatchItem(Kind.KIND_SLAB, record.range_id, i, s) for i, s in made]
         return session.add_batch(self.ledger.new_id(), items)
 
     def close_model(self, session: Session, model_id: int) -> None:
@@ -350,6 +357,24 @@ class Manager:
             raise NotFound(f"range {range_id} is not a K/V range of this session")
         return record
 
+    def grant_added(self, model: Model, record: RangeRecord, placed: Sequence[Placed]) -> list[tuple[Session, int]]:
+        """Grants slabs that joined a shared range to the model's sessions; returns their batches.
+
+        A session that leaves thousands of batches unacknowledged is ended.
+        """
+        batches = []
+        for session in list(model.sessions):
+            items = [BatchItem(Kind.KIND_SLAB, record.range_id, p.index, p.slab_id) for p in placed]
+            try:
+                batch_id = session.add_batch(self.ledger.new_id(), items)
+            except Exhausted as error:
+                self.disconnect(session, error.message)
+                continue
+            added = memory_pb2.SlabsAdded(range_id=record.range_id, batch_id=batch_id)
+            session.send(memory_pb2.WatchEvent(epoch=self.epoch, slabs_added=added))
+            batches.append((session, batch_id))
+        return batches
+
     async def grow(self, session: Session, growths: Sequence[tuple[int, int]]) -> "Grown":
         """Grows K/V ranges to at least so many cells each, all or nothing.
 
@@ -427,13 +452,37 @@ class Manager:
     # Devices
 
     def measure(self) -> None:
-        """Takes note of what other programs have: used by the driver's word, less the slabs."""
-        if self.slabs.creating:
-            return  # the driver counts slabs that are not known here yet
+        """Takes note of what other programs have (used by the driver's word, less the slabs) and of dead devices."""
         for device in self.ledger.devices.values():
-            memory = self.driver.memory(device.uuid)
-            slabs = self.slabs.physical_bytes(device.uuid)
+            if device.uuid in self.driver.failed_devices():
+                self._fail(device)
+            if device.failed or self.slabs.physical.creating:
+                continue  # the driver counts slabs that are not known here yet
+            try:
+                memory = self.driver.memory(device.uuid)
+            except DriverError as error:
+                log.warning("device.unreadable", device=device.uuid, why=error.message)
+                continue
+            slabs = self.slabs.physical.bytes_on(device.uuid)
             device.unmanaged_bytes = max(0, memory.total_bytes - memory.free_bytes - slabs)
+
+    def _fail(self, device: DeviceRecord) -> None:
+        """A device died: nothing is granted on it any more, and those who use it are told."""
+        if device.failed:
+            return
+        device.failed = True
+        why = (
+            f"device {device.uuid} has failed; what was on it is lost, other devices go on; restart vmmd to recover it"
+        )
+        log.error("device.failed", device=device.uuid)
+        for model in self.models.values():
+            if device.uuid in {r.device for r in (model.weights, model.homes, *model.ranges)}:
+                model.mark_stale(why)
+        users = {r.owner for r in self.ledger.ranges.values() if r.device == device.uuid}
+        for session in self.sessions.values():
+            if session.session_id in users or any(m is not None and m.model_id in users for m in session.attached):
+                notice = memory_pb2.Notice(code=memory_pb2.Notice.CODE_DEVICE_FAILED, message=why)
+                session.send(memory_pb2.WatchEvent(epoch=self.epoch, notice=notice))
 
     # Descriptors
 

@@ -13,6 +13,7 @@ An expert that is unpublished is read from its home, so no step ever waits.
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -36,8 +37,11 @@ from vmmd.manager.shared import ResidencyTable
 
 log = structlog.get_logger("vmmd.model")
 
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 64 << 20
 """Filled in one call of the driver: progress, and how much a change of mind wastes."""
+
+CHUNKS_AT_ONCE = 2
+"""One is laid out and published while another is copied."""
 
 T = TypeVar("T")
 
@@ -166,12 +170,24 @@ class Model:
         MISMATCH where the sample differs); what was published before stays.
         """
         self.working += 1
+        under_way: deque[asyncio.Task[None]] = deque()
         try:
             for chunk in _chunks(pieces):
                 if self.closed:
                     raise Unavailable(f"model {self.name!r} is being dropped")
-                await self._fill_chunk(chunk)
+                if len(under_way) == CHUNKS_AT_ONCE:
+                    await asyncio.shield(under_way[0])
+                    under_way.popleft()
+                under_way.append(asyncio.create_task(self._fill_chunk(chunk)))
+                await asyncio.sleep(0)  # its copies are under way before the next chunk is laid out
+            while under_way:
+                await asyncio.shield(under_way[0])
+                under_way.popleft()
         finally:
+            if under_way:
+                await asyncio.wait(under_way)  # nothing may still write once this has returned
+                for task in under_way:
+                    task.exception()
             self.working -= 1
 
     async def _fill_chunk(self, chunk: list[Piece]) -> None:
@@ -240,18 +256,21 @@ class Model:
         """Fills empty slots with the hottest missing experts; whether any is left to do."""
         arena = self.arena
         pieces: list[Piece] = []
-        spent = 0
+        chosen: set[int] = set()
+        spent, more = 0, False
         for part in range(len(arena.parts)):
             by_class: dict[int, list[Slot]] = {}
             for slot_bytes, slot in arena.empty_slots(part):
                 by_class.setdefault(slot_bytes, []).append(slot)
             for slot_bytes, slots in by_class.items():
+                missing = arena.hottest_missing(slot_bytes, len(slots) + len(chosen))
+                missing = [e for e in missing if e not in chosen][: len(slots)]
                 room = max(0, limit_bytes - spent) // slot_bytes
-                chosen = arena.hottest_missing(slot_bytes, min(len(slots), room))
-                chosen = [e for e in chosen if e not in {p.expert for p in pieces}]
-                for expert, slot in zip(chosen, slots, strict=False):
+                more |= len(missing) > room
+                for expert, slot in zip(missing[:room], slots, strict=False):
                     arena.reserve(slot)
                     pieces.append(self.slot_piece(expert, slot))
+                    chosen.add(expert)
                     spent += slot_bytes
         try:
             await self.fill(pieces)
@@ -260,7 +279,7 @@ class Model:
                 if piece.slot is not None and arena.slot_of(piece.expert) != piece.slot:
                     arena.release(piece.slot)
             raise
-        return spent >= limit_bytes
+        return more
 
     # Generations
 
@@ -441,7 +460,7 @@ class Model:
     async def stop(self) -> None:
         """Ends what still fills it, so that its descriptors can be closed."""
         self.closed = True
-        while self.working or self.reading:
+        while self.working or self.reading or (self.background is not None and not self.background.done()):
             await asyncio.sleep(0.001)
 
     def close(self) -> None:
@@ -487,11 +506,10 @@ def _chunks(pieces: Iterable[Piece]) -> Iterable[list[Piece]]:
         yield chunk
 
 
-def plan_homes(arena: Arena, slab_bytes: int, slabs: int, order: "np.typing.NDArray[np.int64]") -> int:
-    """Gives homes in `slabs` slabs of the homes range to experts in `order`, by size class.
+def plan_homes(arena: Arena, slab_bytes: int, slabs: int, order: "np.typing.NDArray[np.int64]") -> None:
+    """Gives homes in at most `slabs` slabs of the homes range to experts in `order`, by size class.
 
-    Returns how many slabs are used. Experts beyond that have no home: they are
-    pinned to their device slots.
+    Experts beyond that have no home: they are pinned to their device slots.
     """
     used = 0
     open_slab: dict[int, tuple[int, int]] = {}  # slot_bytes -> (slab, next slot)
@@ -505,4 +523,3 @@ def plan_homes(arena: Arena, slab_bytes: int, slabs: int, order: "np.typing.NDAr
             used += 1
         arena.home[expert] = slab, slot
         open_slab[size] = slab, slot + 1
-    return used

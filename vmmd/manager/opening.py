@@ -13,11 +13,14 @@ import structlog
 from vmmd.core import arbiter
 from vmmd.core.geometry import Geometry
 from vmmd.core.residency import NOWHERE, Slot, assign_classes, classes, slabs_needed
-from vmmd.errors import Exhausted, Unavailable, VmmError
+from vmmd.errors import Exhausted, StaleGeneration, Unavailable, VmmError
 from vmmd.manager.model import Model, Piece, plan_homes
+from vmmd.manager.session import Session
 
 if TYPE_CHECKING:
     from vmmd.manager.manager import Manager
+
+HOMES_AT_ONCE_BYTES = 512 << 20
 
 log = structlog.get_logger("vmmd.opening")
 
@@ -31,8 +34,12 @@ async def run(manager: "Manager", model: Model) -> None:
     """Fills a new model and resolves `model.ready`; on an error it is given up whole."""
     try:
         await _provide(manager, model)
-        weights, homes_first, slots, homes_later = _pieces(model)
-        first = [*weights, *slots, *homes_first]
+        slots = _place(model)
+        with_home, placed = model.arena.home[:, 0] != NOWHERE, np.zeros(model.arena.geometry.n, np.bool_)
+        placed[[p.expert for p in slots]] = True
+        homes_now = np.flatnonzero(with_home & ~placed)
+        await _provide_homes(manager, model, homes_now)
+        first = [*model.weights_pieces(), *slots, *(model.home_piece(int(e)) for e in homes_now)]
         model.total_bytes = sum(p.size_bytes for p in first)
         await model.fill(first)
         log.info("model.filled", model=model.model_id, name=model.name, bytes=model.total_bytes)
@@ -51,32 +58,67 @@ async def run(manager: "Manager", model: Model) -> None:
         model.ready.set_exception(known)
         model.ready.exception()  # retrieved, should nobody wait
         return
-    model.background = asyncio.create_task(_fill_homes(model, homes_later))
+    model.background = asyncio.create_task(_fill_homes(manager, model))
 
 
-async def _fill_homes(model: Model, pieces: list[Piece]) -> None:
+async def _fill_homes(manager: "Manager", model: Model) -> None:
+    """Makes and fills the homes of experts that have a slot, some slabs at a time.
+
+    Host memory is slow to make, and nobody waits for this. A home is published when
+    every session has mapped its slab: readers find homes without asking. Experts
+    that get none are pinned where they are.
+    """
+    arena = model.arena
     try:
-        await model.fill(pieces)
-    except Exception as error:
-        # experts without a home are pinned where they are; nothing else is lost
-        if not model.closed:
+        while not model.closed:
+            waiting = np.flatnonzero((arena.home[:, 0] != NOWHERE) & ~arena.home_ready)
+            if not len(waiting):
+                return
+            first = int(arena.home[waiting, 0].min())
+            at_once = max(1, HOMES_AT_ONCE_BYTES // manager.ledger.devices[model.homes.device].slab_bytes)
+            experts = waiting[arena.home[waiting, 0] < first + at_once]
+            batches = await _provide_homes(manager, model, experts)
+            while not model.closed and any(b in s.batches and not s.ended for s, b in batches):
+                await asyncio.sleep(0.002)
+            await model.fill([model.home_piece(int(e)) for e in experts])
+    except (VmmError, OSError) as error:
+        arena.home[~arena.home_ready] = NOWHERE
+        log.warning("homes.short", model=model.model_id, ready=int(arena.home_ready.sum()), why=str(error))
+        if isinstance(error, StaleGeneration | OSError) and not model.closed:
             model.mark_stale(str(error))
 
 
+async def _provide_homes(
+    manager: "Manager", model: Model, experts: "np.typing.NDArray[np.int64]"
+) -> list[tuple[Session, int]]:
+    """Leases the slabs of some experts' homes; returns the batches that the model's sessions are granted.
+
+    Homes were planned from the range's first index on, so slabs come in that order.
+    """
+    highest = int(model.arena.home[experts, 0].max()) if len(experts) else -1
+    missing = highest + 1 - len(model.homes.slabs)
+    if missing <= 0:
+        return []
+    request = arbiter.Request(model.homes.range_id, missing)
+    granted = await manager.slabs.provide([request], keep_models=(model.model_id,), patient=not model.ready.done())
+    if model.closed:
+        manager.slabs.take_back([p.slab_id for p in granted.placed], 0)
+        raise Unavailable(f"model {model.name!r} is being dropped")
+    return manager.grant_added(model, model.homes, granted.placed) if model.ready.done() else []
+
+
 async def _provide(manager: "Manager", model: Model) -> None:
-    """Leases slabs: weights and the arena's floor at least, then as much as is free."""
+    """Leases slabs: weights and the arena's floor at least, then as much as is free. Plans the homes."""
     ledger, arena, geometry = manager.ledger, model.arena, model.arena.geometry
     host = model.homes
     host_bytes = ledger.devices[host.device].slab_bytes
     order = np.arange(geometry.n)
     homes = min(slabs_needed(geometry, host_bytes), _obtainable(manager, model, host.device))
-    homes = plan_homes(arena, host_bytes, homes, order[::-1])
+    plan_homes(arena, host_bytes, homes, order[::-1])
     pinned = np.flatnonzero(arena.home[:, 0] == NOWHERE)
     floor = _floor_slabs(model, pinned)
     first = model.ranges[0]
     need = [arbiter.Request(model.weights.range_id, model.weights.slabs_max), arbiter.Request(first.range_id, floor)]
-    if homes:
-        need.append(arbiter.Request(host.range_id, homes))
     try:
         await manager.slabs.provide(need, keep_models=(model.model_id,))
     except Exhausted as error:
@@ -130,8 +172,8 @@ def _pinned_first(model: Model, pinned: "np.typing.NDArray[np.int64]", sizes: li
     return (must + rest)[: len(sizes)]
 
 
-def _pieces(model: Model) -> tuple[list[Piece], list[Piece], list[Piece], list[Piece]]:
-    """Weights; homes of experts in no slot; slots (pinned experts first, then in order); the other homes."""
+def _place(model: Model) -> list[Piece]:
+    """Reserves slots, pinned experts first, then in order; returns their filling."""
     arena = model.arena
     free: dict[int, list[Slot]] = {}
     for part in range(len(arena.parts)):
@@ -140,20 +182,17 @@ def _pieces(model: Model) -> tuple[list[Piece], list[Piece], list[Piece], list[P
     for slots in free.values():
         slots.reverse()
     has_home = arena.home[:, 0] != NOWHERE
-    in_slots: list[Piece] = []
-    placed = np.zeros(arena.geometry.n, np.bool_)
+    pieces: list[Piece] = []
+    homeless = 0
     for expert in np.lexsort((np.arange(arena.geometry.n), has_home)).tolist():
-        slots = free.get(arena.slot_bytes(expert), [])
-        if slots:
-            slot = slots.pop()
-            arena.reserve(slot)
-            in_slots.append(model.slot_piece(expert, slot))
-            placed[expert] = True
-    if not (placed | has_home).all():
+        if slots := free.get(arena.slot_bytes(expert), []):
+            arena.reserve(slots[-1])
+            pieces.append(model.slot_piece(expert, slots.pop()))
+        elif not has_home[expert]:
+            homeless += 1
+    if homeless:
         raise Exhausted(
-            f"{int((~(placed | has_home)).sum())} experts of model {model.name!r} fit neither the device's cap nor"
-            " the host's; raise cap_bytes or host_cap_bytes"
+            f"{homeless} experts of model {model.name!r} fit neither the device's cap nor the host's;"
+            " raise cap_bytes or host_cap_bytes"
         )
-    first = [model.home_piece(int(e)) for e in np.flatnonzero(has_home & ~placed)]
-    later = [model.home_piece(int(e)) for e in np.flatnonzero(has_home & placed)]
-    return model.weights_pieces(), first, in_slots, later
+    return pieces

@@ -16,9 +16,9 @@ from strata_api.v1 import memory_pb2
 
 from vmmd.core import arbiter
 from vmmd.core.ledger import Ledger, RangeKind, RangeRecord, SlabState
-from vmmd.driver.base import Slab
 from vmmd.errors import Exhausted, VmmError
 from vmmd.manager.model import Model, Stuck, StuckVictims
+from vmmd.manager.physical import PhysicalSlabs, Wanted
 
 if TYPE_CHECKING:
     from vmmd.manager.manager import Manager
@@ -61,12 +61,11 @@ class Slabs:
     def __init__(self, manager: "Manager") -> None:
         self._manager = manager
         self._ledger = manager.ledger
-        self._driver = manager.driver
-        self.physical: dict[int, Slab] = {}
+        self.physical = PhysicalSlabs(manager.driver, manager.executor)
         self._tasks: set[asyncio.Task[None]] = set()
         self._lingering: dict[int, set[int]] = {}  # by revocation: slabs that somebody may have mapped at an old place
         self._busy: Counter[int] = Counter()  # ranges that a plan is being carried out for
-        self.creating = 0  # slabs that a worker thread is creating
+        self._shedding: set[str] = set()  # devices that slabs are being given back to the driver of
 
     def is_at(self, placed: Placed) -> bool:
         """Whether a slab is still at that place, and not on its way back."""
@@ -77,8 +76,10 @@ class Slabs:
             and slab.state is SlabState.LEASED
         )
 
-    async def provide(self, requests: Sequence[arbiter.Request], *, keep_models: Collection[int] = ()) -> Provided:
-        """Plans and carries out, all or nothing.
+    async def provide(
+        self, requests: Sequence[arbiter.Request], *, keep_models: Collection[int] = (), patient: bool = True
+    ) -> Provided:
+        """Plans and carries out, all or nothing; `patient`: waits for memory that is on its way back.
 
         Plans again where a model was dropped for it, where a reader is stuck or where
         another program took the memory. Errors: `Exhausted`, `DriverError`.
@@ -86,14 +87,16 @@ class Slabs:
         mine = [r.range_id for r in requests]
         self._busy.update(mine)
         try:
-            return await self._provide(requests, keep_models)
+            return await self._provide(requests, keep_models, patient)
         finally:
             self._busy.subtract(mine)
             self._tidy()
 
-    async def _provide(self, requests: Sequence[arbiter.Request], keep_models: Collection[int]) -> Provided:
+    async def _provide(
+        self, requests: Sequence[arbiter.Request], keep_models: Collection[int], patient: bool
+    ) -> Provided:
         attempts = 0
-        until = time.monotonic() + WAIT_DEADLINE_S
+        until = time.monotonic() + (WAIT_DEADLINE_S if patient else 0.0)
         while attempts < ATTEMPTS_MAX:
             try:
                 plan = arbiter.plan(self._ledger, self._manager.holders(), requests, keep_models=keep_models)
@@ -113,6 +116,10 @@ class Slabs:
                 return await self._carry_out(plan, requests)
             except _PlanAgain:
                 continue
+            except Exhausted:  # another program took the memory meanwhile: the next plan knows, or says who holds what
+                self._manager.measure()
+                if attempts == 2:
+                    raise
             except Stuck as stuck:
                 log.warning("plan.stuck", model=stuck.model_id, pids=stuck.pids)
         raise Exhausted("no slab could be had: the readers of every arena that could give some are stuck")
@@ -147,11 +154,6 @@ class Slabs:
         ):
             await asyncio.sleep(0.001)
 
-    def physical_bytes(self, device: str) -> int:
-        """Bytes of the slabs that exist on a device."""
-        slabs = list(self.physical.values())  # at once: worker threads add to it
-        return sum(s.size_bytes for s in slabs if s.device_uuid == device)
-
     # Carrying out
 
     async def _carry_out(self, plan: arbiter.Plan, requests: Sequence[arbiter.Request]) -> Provided:
@@ -161,10 +163,7 @@ class Slabs:
         free_slabs = 0
         begun: list[tuple[Model, arbiter.ArenaTrade, int]] = []
         leases = _Leases(self._ledger, requests, self._hole)
-        held = [i for d in plan.devices for i in d.destroy if self._driver.held_elsewhere(self.physical[i])]
-        if held:  # free for its own domain, but not to be destroyed for another
-            for slab_id in held:
-                self._ledger.quarantine(slab_id, 0, now)
+        if self._quarantine_held([i for d in plan.devices for i in d.destroy]):
             raise _PlanAgain
         for device in plan.devices:
             for slab_id in device.destroy:
@@ -286,9 +285,6 @@ class Slabs:
                 continue
             device = model.ranges[trade.part].device
             gone = await self._revoke(model, trade)
-            for slab_id in gone:
-                self._ledger.finish_revoke(slab_id, time.monotonic())
-                self._destroy(slab_id)
             new = []
             for _ in range(min(len(gone), self._ledger.room_slabs(device))):
                 new.append(self._ledger.create(device, domains[device], time.monotonic()))
@@ -303,7 +299,7 @@ class Slabs:
                 raise Exhausted(f"other programs took the room for {len(gone) - len(new)} slabs on {device} meanwhile")
 
     async def _revoke(self, model: Model, trade: arbiter.ArenaTrade) -> list[int]:
-        """Two phases: ask, wait for the memory to be let go, quarantine what is not. Returns what was."""
+        """Two phases: ask, wait for the memory to be let go, quarantine what is not. Returns what was destroyed."""
         deadline_s = self._manager.options.revoke_deadline_s
         asked = list(model.sessions)
         revocation = self._tell_removed(model, trade, deadline_s)
@@ -313,37 +309,44 @@ class Slabs:
             await asyncio.sleep(0.002)
             answered = not any(revocation in s.revocations for s in asked if not s.ended)
             held = [i for i in held if not self._let_go(i, answered)]
-        holder = next((s.session_id for s in asked if revocation in s.revocations and not s.ended), 0)
-        for slab_id in held:
-            self._ledger.quarantine(slab_id, holder, time.monotonic())
-        return [i for i in trade.slab_ids if i not in held]
+        holders = [s for s in asked if revocation in s.revocations and not s.ended] or asked
+        kept = [i for i in trade.slab_ids if i in held or not self.physical.destroy_for_others(i)]
+        for slab_id in kept:
+            self._quarantine(slab_id, holders[0].session_id if holders else 0)
+        gone = [i for i in trade.slab_ids if i not in kept]
+        for slab_id in gone:
+            self._ledger.finish_revoke(slab_id, time.monotonic())
+            self._ledger.destroy(slab_id)
+        return gone
 
     def _let_go(self, slab_id: int, answered: bool) -> bool:
-        held = self._driver.held_elsewhere(self.physical[slab_id])
+        held = self.physical.held(slab_id)
         return answered if held is None else not held
+
+    def _held(self, slab_id: int) -> bool:
+        """Whether anybody else holds a slab; by the clients' word where the driver cannot tell."""
+        held = self.physical.held(slab_id)
+        return any(slab_id in slabs for slabs in self._lingering.values()) if held is None else held
+
+    def _quarantine_held(self, slab_ids: Sequence[int]) -> bool:
+        """Quarantines free slabs that somebody still holds: they cannot leave their domain. True if any."""
+        self.forget_answered()
+        held = [i for i in slab_ids if self._held(i)]
+        for slab_id in held:
+            self._quarantine(slab_id, 0)
+        return bool(held)
+
+    def _quarantine(self, slab_id: int, holder: int) -> None:
+        session = self._ledger.sessions.get(holder)
+        pid = session.pid if session is not None else 0
+        self._ledger.quarantine(slab_id, holder, time.monotonic(), pid)
+        log.warning("slab.quarantined", slab=slab_id, session=holder, pid=pid)
 
     async def _create(self, slab_ids: Sequence[int]) -> None:
         """Creates physical slabs for ledger entries; on an error those made stay, for `_give_up`."""
-        if not slab_ids:
-            return
-        loop = asyncio.get_running_loop()
-        wanted = [(i, self._ledger.slabs[i].device) for i in slab_ids]
-        self.creating += len(wanted)
-
-        def work() -> Exception | None:
-            for slab_id, device in wanted:
-                try:
-                    self.physical[slab_id] = self._driver.create(device, self._ledger.devices[device].slab_bytes)
-                except VmmError as error:
-                    return error
-            return None
-
-        try:
-            error = await loop.run_in_executor(self._manager.executor, work)
-        finally:
-            self.creating -= len(wanted)
-        if error is not None:
-            raise error
+        devices = [self._ledger.slabs[i].device for i in slab_ids]
+        sizes = [self._ledger.devices[d].slab_bytes for d in devices]
+        await self.physical.create([Wanted(*w) for w in zip(slab_ids, devices, sizes, strict=True)])
 
     def _give_up(self, slab_id: int) -> None:
         """Undoes a lease of a plan that failed; a slab that was never made is forgotten."""
@@ -356,7 +359,7 @@ class Slabs:
 
     def _destroy(self, slab_id: int) -> None:
         self._ledger.destroy(slab_id)
-        self._driver.destroy(self.physical.pop(slab_id))
+        self.physical.destroy(slab_id)
 
     def _hole(self, record: RangeRecord) -> int:
         """The lowest index of a range that nobody has another slab mapped at."""
@@ -385,6 +388,7 @@ class Slabs:
             task.add_done_callback(self._tasks.discard)
         else:
             self._tidy()
+            self._manager.upkeep.wake()
 
     def _settle(self, slab_ids: Sequence[int]) -> list[int]:
         """Frees those that nobody else holds; returns the others.
@@ -396,7 +400,7 @@ class Slabs:
         lingering = set().union(*self._lingering.values())
         held = []
         for slab_id in slab_ids:
-            if slab_id not in lingering and self._driver.held_elsewhere(self.physical[slab_id]):
+            if slab_id not in lingering and self.physical.held(slab_id):
                 held.append(slab_id)
             else:
                 self._ledger.finish_revoke(slab_id, time.monotonic())
@@ -410,19 +414,55 @@ class Slabs:
             delay = min(2 * delay, 0.05)
             slab_ids = self._settle(slab_ids)
         for slab_id in slab_ids:
-            self._ledger.quarantine(slab_id, holder, time.monotonic())
-        if slab_ids:
-            log.warning("slabs.quarantined", slabs=len(slab_ids), session=holder)
+            self._quarantine(slab_id, holder)
         self._tidy()
         self._manager.upkeep.wake()
 
     def lift_quarantine(self) -> None:
-        """Frees quarantined slabs whose holder has let go."""
+        """Frees quarantined slabs whose holder has let go, or died."""
+        self.forget_answered()
         for device in self._ledger.devices:
             for slab_id in self._ledger.slabs_in(device, SlabState.QUARANTINED):
-                if not self._driver.held_elsewhere(self.physical[slab_id]):
+                dead = self._ledger.slabs[slab_id].holder not in self._manager.sessions
+                phantom = dead and self.physical.forget(slab_id)
+                if phantom or not self._held(slab_id):
                     self._ledger.lift(slab_id, time.monotonic())
                     log.info("slab.released", slab=slab_id)
+                if phantom:
+                    self._ledger.destroy(slab_id)
+
+    # Giving to the driver
+
+    async def shed(self, device: str, count: int) -> None:
+        """Gives up to `count` slabs of a device back to the driver: free ones, then the coldest of arenas.
+
+        For other programs that took the room. What is held past the deadline is
+        quarantined. Does nothing while it is at it already for this device.
+        """
+        if device in self._shedding:
+            return
+        self._shedding.add(device)
+        try:
+            plan = arbiter.plan_release(self._ledger, self._manager.holders(), device, count)
+            self._quarantine_held(plan.destroy)
+            for slab_id in plan.destroy:
+                if self._ledger.slabs[slab_id].state is SlabState.FREE:
+                    self._destroy(slab_id)
+            begun = []
+            for trade in plan.trades:
+                for slab_id in trade.slab_ids:
+                    self._ledger.begin_revoke(slab_id, time.monotonic())
+                model = self._manager.models[trade.model_id]
+                begun.append((model, trade, model.begin(trade)))
+            for model, trade, generation in begun:
+                try:
+                    await self._finish(model, trade, generation)
+                    gone = await self._revoke(model, trade)
+                    log.info("arena.shrunk", model=model.model_id, device=device, slabs=len(gone))
+                except (Stuck, VmmError) as error:
+                    log.warning("arena.not_shrunk", model=model.model_id, device=device, why=str(error))
+        finally:
+            self._shedding.discard(device)
 
     def _tidy(self) -> None:
         """Forgets empty ranges and sessions that have ended."""

@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING
 
 import structlog
-from strata_api.v1 import memory_pb2
 
 from vmmd.core import arbiter, heat
 from vmmd.core.ledger import Ledger, RangeRecord
@@ -16,7 +15,6 @@ from vmmd.core.residency import Arena
 from vmmd.errors import StaleGeneration, VmmError
 from vmmd.manager.files import check_unchanged
 from vmmd.manager.model import Model
-from vmmd.manager.session import BatchItem, Kind
 
 if TYPE_CHECKING:
     from vmmd.manager.manager import Manager
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("vmmd.upkeep")
 
 TICK_S = 0.25
-REFILL_BYTES = 64 << 20
+REFILL_BYTES = 512 << 20
 
 
 class Upkeep:
@@ -35,6 +33,8 @@ class Upkeep:
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._heat_due_s = 0.0
+        self._pressed_s: dict[str, float] = {}  # by device: when other programs last took more than there was
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begins ticking."""
@@ -42,9 +42,10 @@ class Upkeep:
 
     async def stop(self) -> None:
         """Ends it."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        for task in [self._task, *self._tasks]:
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
 
     def wake(self) -> None:
         """Memory came back: look at once."""
@@ -72,9 +73,21 @@ class Upkeep:
             for model in manager.models.values():
                 self.roll_heat(model)
                 self._check_files(model)
+        for device in manager.ledger.devices.values():
+            if manager.ledger.balance_slabs(device.uuid) < 0 and not device.failed:
+                self._pressed_s[device.uuid] = now
+                self._shed(device.uuid, -manager.ledger.balance_slabs(device.uuid))
         for model in sorted(manager.models.values(), key=lambda m: not m.sessions):  # those in use first
-            if model.movable:
+            if model.movable and not model.stale:
                 await self._give_back(model)
+            elif model.movable and not model.sessions:
+                await manager.drop_model(model)  # nobody can open a stale model any more
+
+    def _shed(self, device: str, count: int) -> None:
+        """Begins to give slabs back to the driver, beside everything else."""
+        task = asyncio.create_task(self._manager.slabs.shed(device, count))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # Heat
 
@@ -124,8 +137,10 @@ class Upkeep:
 
     def _returnable(self, record: RangeRecord) -> int:
         """Slabs of the range's device that can go to an arena now: none that was traded a moment ago."""
-        ledger = self._manager.ledger
-        return returnable(ledger, record, time.monotonic() - self._manager.options.give_back_delay_s)
+        long_ago = time.monotonic() - self._manager.options.give_back_delay_s
+        if self._pressed_s.get(record.device, long_ago) > long_ago:
+            return 0  # other programs needed the room a moment ago
+        return returnable(self._manager.ledger, record, long_ago)
 
     async def _add_slabs(self, model: Model, p: int, record: RangeRecord, sizes: list[int]) -> None:
         manager = self._manager
@@ -135,14 +150,7 @@ class Upkeep:
             return
         for placed, slot_bytes in zip(granted.placed, sizes, strict=True):
             model.arena.add_slab(p, placed.index, slot_bytes)
-        for session in model.sessions:
-            items = [BatchItem(Kind.KIND_SLAB, record.range_id, x.index, x.slab_id) for x in granted.placed]
-            try:
-                batch_id = session.add_batch(manager.ledger.new_id(), items)
-            except VmmError:
-                continue  # it reads those experts from their homes
-            added = memory_pb2.SlabsAdded(range_id=record.range_id, batch_id=batch_id)
-            session.send(memory_pb2.WatchEvent(epoch=manager.epoch, slabs_added=added))
+        manager.grant_added(model, record, granted.placed)
         log.info("arena.grown", model=model.model_id, slabs=len(sizes))
 
 

@@ -127,6 +127,7 @@ class Memory(memory_pb2_grpc.MemoryServicer):
         woken = asyncio.Event()
         session.watcher = woken.set
         reader = asyncio.create_task(self._read_answers(session, requests))
+        wake: asyncio.Task[bool] | None = None
         try:
             while not session.ended and not reader.done():
                 while session.events:
@@ -135,8 +136,9 @@ class Memory(memory_pb2_grpc.MemoryServicer):
                 if not session.events and not session.ended:
                     wake = asyncio.create_task(woken.wait())
                     await asyncio.wait([wake, reader], return_when=asyncio.FIRST_COMPLETED)
-                    wake.cancel()
         finally:
+            if wake is not None:
+                wake.cancel()
             session.watcher = None
             reader.cancel()
 
