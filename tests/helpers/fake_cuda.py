@@ -71,6 +71,20 @@ class _Properties:
         vars(self.location).clear()
 
 
+class _Memcpy2D:
+    """CUDA_MEMCPY2D: has the real fields and no others."""
+
+    __slots__ = (
+        *("srcXInBytes", "srcY", "srcMemoryType", "srcHost", "srcDevice", "srcArray", "srcPitch"),
+        *("dstXInBytes", "dstY", "dstMemoryType", "dstHost", "dstDevice", "dstArray", "dstPitch"),
+        *("WidthInBytes", "Height"),
+    )
+
+    def __init__(self) -> None:
+        for name in self.__slots__:
+            setattr(self, name, 0)
+
+
 class FakeCuda:
     """State of the stand-in: what exists, how often each function was called, and which call is to fail.
 
@@ -147,12 +161,19 @@ class FakeCuda:
             "CUmemAllocationGranularity_flags": ("CU_MEM_ALLOC_GRANULARITY_MINIMUM",),
             "CUmemLocationType": ("CU_MEM_LOCATION_TYPE_DEVICE", "CU_MEM_LOCATION_TYPE_HOST_NUMA"),
             "CUmemAccess_flags": ("CU_MEM_ACCESS_FLAGS_PROT_READ", "CU_MEM_ACCESS_FLAGS_PROT_READWRITE"),
+            "CUmemorytype": (
+                "CU_MEMORYTYPE_HOST",
+                "CU_MEMORYTYPE_DEVICE",
+                "CU_MEMORYTYPE_ARRAY",
+                "CU_MEMORYTYPE_UNIFIED",
+            ),
             "CUstream_flags": ("CU_STREAM_NON_BLOCKING",),
         }
         for name, values in enum.items():
             setattr(module, name, SimpleNamespace(**{value: i for i, value in enumerate(values, 1)}))
         module.CU_MEMHOSTALLOC_PORTABLE, module.CU_MEMHOSTREGISTER_PORTABLE = 1, 1
         module.CU_MEMHOSTREGISTER_READ_ONLY = 8
+        module.CUDA_MEMCPY2D = _Memcpy2D
         place = _struct(type=int, id=int)
         module.CUmemAllocationProp = _struct(location=place, type=int, requestedHandleTypes=int)
         module.CUmemAccessDesc = _struct(location=place, flags=int)
@@ -378,6 +399,17 @@ class FakeCuda:
         ctypes.memmove(target, source, size)
 
     cuMemcpyHtoDAsync = cuMemcpyDtoHAsync = cuMemcpyAsync
+
+    def cuMemcpy2DAsync(self, copy: Any, stream: int) -> None:
+        self._need_context()
+        assert stream in self.streams
+        address = {1: ("srcHost", "dstHost"), 2: ("srcDevice", "dstDevice"), 4: ("srcDevice", "dstDevice")}
+        self._require(copy.srcMemoryType in address and copy.dstMemoryType in address)
+        source = getattr(copy, address[copy.srcMemoryType][0]) + copy.srcY * copy.srcPitch + copy.srcXInBytes
+        target = getattr(copy, address[copy.dstMemoryType][1]) + copy.dstY * copy.dstPitch + copy.dstXInBytes
+        self._require(all(copy.WidthInBytes <= pitch < 1 << 31 for pitch in (copy.srcPitch, copy.dstPitch)))
+        for row in range(copy.Height):
+            ctypes.memmove(target + row * copy.dstPitch, source + row * copy.srcPitch, copy.WidthInBytes)
 
     def cuMemcpyDtoH(self, target: int, source: int, size: int) -> None:
         ctypes.memmove(target, source, size)

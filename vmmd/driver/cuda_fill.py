@@ -10,6 +10,9 @@ reads of host memory. So:
   others' chunks are under way. Host slabs are no exception: to open them to the
   processor takes longer than to write them through the GPU.
 
+What costs is each call, so copies at regular distances become `Rows` first: one
+read and one two-dimensional copy move as many of them as a buffer holds.
+
 Buffers and streams are made once. In the steady state nothing is allocated:
 cuMemAlloc and cuMemFree would wait for running kernels.
 """
@@ -17,16 +20,19 @@ cuMemAlloc and cuMemFree would wait for running kernels.
 import ctypes
 import queue
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from vmmd.driver.base import FileSource
 from vmmd.driver.cuda_calls import Gpu, call
 from vmmd.driver.host_memfd import _read_into
 from vmmd.errors import DriverError
+
+PITCH_MAX_BYTES = (1 << 31) - 1
+"""The largest distance of rows that a two-dimensional copy may have, on every GPU so far."""
 
 OnGpu = Callable[[Gpu], AbstractContextManager[None]]
 
@@ -40,24 +46,93 @@ class Place:
     on_host: bool
 
     def __add__(self, offset_bytes: int) -> "Place":
-        return replace(self, address=self.address + offset_bytes)
+        return Place(self.address + offset_bytes, self.gpu, self.on_host)
+
+
+class Rows(NamedTuple):
+    """Copies of one length at regular distances in their source and target; or one copy, with distances of 0."""
+
+    source: int  # where the first row begins: an offset
+    target: int
+    row_bytes: int
+    height: int  # how many rows
+    source_pitch: int
+    target_pitch: int
+
+
+def merge(copies: Iterable[tuple[int, int, int]], *, pitched_sources: bool) -> list[Rows]:
+    """Joins neighbours among copies of (source offset, target offset, length > 0) of one source and one target.
+
+    Copies that go on where the one before ends, in both, become one longer copy;
+    what then has equal lengths and distances becomes rows. Unless `pitched_sources`,
+    rows lie back to back in the source. The order stays: sort copies that may be moved
+    by their source, which brings neighbours together.
+    """
+    longer: list[tuple[int, int, int]] = []
+    begin = target_begin = end = target_end = 0
+    for source, target, length_bytes in copies:
+        if source != end or target != target_end or end == begin:
+            if end != begin:
+                longer.append((begin, target_begin, end - begin))
+            begin, target_begin = source, target
+        end, target_end = source + length_bytes, target + length_bytes
+    if end != begin:
+        longer.append((begin, target_begin, end - begin))
+
+    merged: list[Rows] = []
+    first = first_target = row_bytes = height = pitch = target_pitch = last = last_target = 0
+    for source, target, length_bytes in longer:
+        step, target_step = source - last, target - last_target
+        if height == 1 and length_bytes == row_bytes:
+            fits = length_bytes <= target_step <= PITCH_MAX_BYTES and (
+                length_bytes <= step <= PITCH_MAX_BYTES if pitched_sources else step == length_bytes
+            )
+        else:
+            fits = length_bytes == row_bytes and step == pitch and target_step == target_pitch
+        if fits:
+            height, pitch, target_pitch = height + 1, step, target_step
+        else:
+            if height:
+                merged.append(Rows(first, first_target, row_bytes, height, pitch, target_pitch))
+            first, first_target, row_bytes, height, pitch, target_pitch = source, target, length_bytes, 1, 0, 0
+        last, last_target = source, target
+    if height:
+        merged.append(Rows(first, first_target, row_bytes, height, pitch, target_pitch))
+    return merged
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One copy whose slabs are mapped."""
+    """Rows whose slabs are mapped: `source` and `target` are where the first begins."""
 
     target: Place
-    length_bytes: int
     source: Place | FileSource
+    row_bytes: int
+    height: int = 1
+    source_pitch: int = 0
+    target_pitch: int = 0
+
+
+class _Chunk(NamedTuple):
+    """What one buffer holds at a time: rows from a file, or part of a row of a slab on `source_gpu`."""
+
+    gpu: Gpu
+    target: int
+    source_gpu: Gpu | None
+    fd: int
+    source: int  # offset in the file, or address
+    row_bytes: int
+    height: int
+    target_pitch: int
 
 
 @dataclass(frozen=True)
 class _Lane:
-    """A pinned buffer, and a stream on each GPU by UUID."""
+    """A pinned buffer, the description of copies of rows from it, and a stream on each GPU by UUID."""
 
     address: int
     buffer: memoryview
+    rows: Any
     streams: dict[str, Any]
 
 
@@ -85,19 +160,23 @@ class Filler:
                 with on(gpus[0]):
                     address = int(call(cu.cuMemHostAlloc, chunk_bytes, cu.CU_MEMHOSTALLOC_PORTABLE))
                 undo.callback(self._free, gpus[0], cu.cuMemFreeHost, address)
-                self._lanes.put(_Lane(address, window(address, chunk_bytes), self._make_streams(gpus, undo)))
+                buffer, streams = window(address, chunk_bytes), self._make_streams(gpus, undo)
+                self._lanes.put(_Lane(address, buffer, self._rows_from(address), streams))
             self._undo = undo.pop_all()
 
     def fill(self, pieces: Sequence[Piece]) -> None:
         """Returns when every byte has arrived, or, after an error, when nothing is under way any more."""
         direct: dict[Gpu, list[Piece]] = {}
-        staged: deque[Piece] = deque()
+        staged: deque[_Chunk] = deque()
         for piece in pieces:
             gpu = self._direct(piece)
             if gpu is None:
                 staged.extend(self._chunks(piece))
             else:
                 direct.setdefault(gpu, []).append(piece)
+        if len(staged) == 1 and not direct:  # not worth waking a thread
+            self._work(staged)
+            return
         futures = [self._pool.submit(self._work, staged) for _ in range(min(self._n_threads, len(staged)))]
         try:
             for gpu, some in direct.items():
@@ -116,7 +195,7 @@ class Filler:
         with self._lane() as lane:
             for start in range(0, length_bytes, self._chunk_bytes):
                 part_bytes = min(self._chunk_bytes, length_bytes - start)
-                self._read_chunk(lane, place + start, part_bytes)
+                self._read_chunk(lane, place.gpu, place.address + start, part_bytes)
                 data[start : start + part_bytes] = lane.buffer[:part_bytes]
         return bytes(data)
 
@@ -146,53 +225,96 @@ class Filler:
         with self._on(gpu):
             try:
                 for piece in pieces:
-                    assert isinstance(piece.source, Place)
-                    source, target = piece.source.address, piece.target.address
-                    call(self._cu.cuMemcpyAsync, target, source, piece.length_bytes, stream)
+                    self._copy_rows(piece, stream)
             except BaseException:
                 self._cu.cuStreamSynchronize(stream)
                 raise
             call(self._cu.cuStreamSynchronize, stream)
 
-    def _chunks(self, piece: Piece) -> Iterator[Piece]:
-        source = piece.source
-        for start in range(0, piece.length_bytes, self._chunk_bytes):
-            length_bytes = min(self._chunk_bytes, piece.length_bytes - start)
-            part = (
-                replace(source, offset_bytes=source.offset_bytes + start)
-                if isinstance(source, FileSource)
-                else source + start
-            )
-            yield Piece(piece.target + start, length_bytes, part)
+    def _copy_rows(self, piece: Piece, stream: Any) -> None:
+        """From slab to slab; in one call across the bus, else by row: copies within a GPU are choosy about pitches."""
+        source, target = piece.source, piece.target
+        assert isinstance(source, Place)
+        if piece.height > 1 and source.on_host != target.on_host:
+            rows = self._cu.CUDA_MEMCPY2D()
+            rows.srcMemoryType = rows.dstMemoryType = self._cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+            rows.srcDevice, rows.srcPitch = source.address, piece.source_pitch
+            rows.dstDevice, rows.dstPitch = target.address, piece.target_pitch
+            rows.WidthInBytes, rows.Height = piece.row_bytes, piece.height
+            call(self._cu.cuMemcpy2DAsync, rows, stream)
+            return
+        for i in range(piece.height):
+            at, source_at = target.address + i * piece.target_pitch, source.address + i * piece.source_pitch
+            call(self._cu.cuMemcpyAsync, at, source_at, piece.row_bytes, stream)
 
-    def _work(self, todo: deque[Piece]) -> None:
-        with self._lane() as lane:
-            while todo:
-                try:
-                    piece = todo.popleft()
-                except IndexError:  # another thread was faster
-                    return
-                try:
-                    self._stage(lane, piece)
-                except BaseException:
-                    todo.clear()
-                    raise
-
-    def _stage(self, lane: _Lane, piece: Piece) -> None:
-        source, gpu = piece.source, piece.target.gpu
+    def _chunks(self, piece: Piece) -> Iterator[_Chunk]:
+        """Parts that fit a buffer: several whole rows from a file, or parts of a row."""
+        gpu, target, source = piece.target.gpu, piece.target.address, piece.source
         if isinstance(source, FileSource):
-            _read_into(lane.buffer[: piece.length_bytes], source.fd, source.offset_bytes)
+            source_gpu, fd, begin = None, source.fd, source.offset_bytes
+            step = self._chunk_bytes // piece.row_bytes
         else:
-            self._read_chunk(lane, source, piece.length_bytes)
+            source_gpu, fd, begin, step = source.gpu, -1, source.address, 1
+        row_bytes, pitch, source_pitch = piece.row_bytes, piece.target_pitch, piece.source_pitch
+        if step > 1:
+            for row in range(0, piece.height, step):
+                height = min(step, piece.height - row)
+                at, source_at = target + row * pitch, begin + row * source_pitch
+                yield _Chunk(gpu, at, source_gpu, fd, source_at, row_bytes, height, pitch)
+            return
+        for row in range(piece.height):
+            at, source_at = target + row * pitch, begin + row * source_pitch
+            for start in range(0, row_bytes, self._chunk_bytes):
+                length_bytes = min(self._chunk_bytes, row_bytes - start)
+                yield _Chunk(gpu, at + start, source_gpu, fd, source_at + start, length_bytes, 1, 0)
+
+    def _work(self, todo: deque[_Chunk]) -> None:
+        with self._lane() as lane:
+            try:
+                chunk = _pop(todo)
+                while chunk is not None:
+                    chunk = self._stage(lane, chunk, todo)
+            except BaseException:
+                todo.clear()
+                raise
+
+    def _stage(self, lane: _Lane, chunk: _Chunk, todo: deque[_Chunk]) -> _Chunk | None:
+        """Moves this chunk, and others as long as they need this context alone; returns the first that does not."""
+        gpu = chunk.gpu
+        stream = lane.streams[gpu.uuid]
+        if chunk.source_gpu is not None:  # in a context of its own: whose error it is must be clear
+            self._read_chunk(lane, chunk.source_gpu, chunk.source, chunk.row_bytes)
+        with self._on(gpu):
+            while True:
+                if chunk.source_gpu is None:
+                    _read_into(lane.buffer[: chunk.height * chunk.row_bytes], chunk.fd, chunk.source)
+                self._write_chunk(lane, chunk, stream)
+                following = _pop(todo)
+                if following is None or following.gpu is not gpu or following.source_gpu is not None:
+                    return following
+                chunk = following
+
+    def _write_chunk(self, lane: _Lane, chunk: _Chunk, stream: Any) -> None:
+        if chunk.height > 1:
+            rows = lane.rows
+            rows.srcPitch = rows.WidthInBytes = chunk.row_bytes
+            rows.dstDevice, rows.dstPitch, rows.Height = chunk.target, chunk.target_pitch, chunk.height
+            call(self._cu.cuMemcpy2DAsync, rows, stream)
+        else:
+            call(self._cu.cuMemcpyHtoDAsync, chunk.target, lane.address, chunk.row_bytes, stream)
+        call(self._cu.cuStreamSynchronize, stream)
+
+    def _rows_from(self, address: int) -> Any:
+        """Describes copies as cuMemcpyHtoDAsync makes them, host slabs included; what varies is left out."""
+        rows = self._cu.CUDA_MEMCPY2D()
+        rows.srcMemoryType, rows.srcHost = self._cu.CUmemorytype.CU_MEMORYTYPE_HOST, address
+        rows.dstMemoryType = self._cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        return rows
+
+    def _read_chunk(self, lane: _Lane, gpu: Gpu, address: int, length_bytes: int) -> None:
         stream = lane.streams[gpu.uuid]
         with self._on(gpu):
-            call(self._cu.cuMemcpyHtoDAsync, piece.target.address, lane.address, piece.length_bytes, stream)
-            call(self._cu.cuStreamSynchronize, stream)
-
-    def _read_chunk(self, lane: _Lane, place: Place, length_bytes: int) -> None:
-        stream = lane.streams[place.gpu.uuid]
-        with self._on(place.gpu):
-            call(self._cu.cuMemcpyDtoHAsync, lane.address, place.address, length_bytes, stream)
+            call(self._cu.cuMemcpyDtoHAsync, lane.address, address, length_bytes, stream)
             call(self._cu.cuStreamSynchronize, stream)
 
     @contextmanager
@@ -215,6 +337,13 @@ class Filler:
     def _free(self, gpu: Gpu, function: Any, what: Any) -> None:
         with suppress(DriverError), self._on(gpu):
             function(what)
+
+
+def _pop(todo: deque[_Chunk]) -> _Chunk | None:
+    try:
+        return todo.popleft()
+    except IndexError:
+        return None
 
 
 def window(address: int, size_bytes: int) -> memoryview:

@@ -22,9 +22,9 @@ import numpy as np
 import structlog
 
 from vmmd.driver import cuda_calls
-from vmmd.driver.base import Copy, DeviceInfo, DeviceMemory, Slab, SlabSource
+from vmmd.driver.base import Copy, DeviceInfo, DeviceMemory, FileSource, Slab, SlabSource
 from vmmd.driver.cuda_calls import Gpu, PeerAccess, call
-from vmmd.driver.cuda_fill import Filler, Piece, Place
+from vmmd.driver.cuda_fill import Filler, Piece, Place, Rows, merge
 from vmmd.driver.host_memfd import HOST_UUID, HostDriver, HostReservation, _check_bounds, _create_failed
 from vmmd.errors import DriverError, Exhausted, InvalidRequest, NoDevice, NotFound
 
@@ -177,26 +177,45 @@ class CudaDriver:
         return None
 
     def fill(self, copies: Sequence[Copy]) -> None:
-        """Reads files with several threads; copy engines do the rest. Slabs stay mapped here from then on."""
+        """Reads files with several threads; copy engines do the rest. Slabs stay mapped here from then on.
+
+        Copies from files are made in any order, those between slabs of one GPU as they come.
+        """
         slabs: dict[_Allocation, Slab] = {}
-        for copy in copies:
-            _check_bounds(copy.target, copy.offset_bytes, copy.length_bytes)
-            slabs[copy.target.handle] = copy.target
-            if isinstance(copy.source, SlabSource):
-                _check_bounds(copy.source.slab, copy.source.offset_bytes, copy.length_bytes)
-                slabs[copy.source.slab.handle] = copy.source.slab
+        from_files: dict[tuple[_Allocation, int], list[tuple[int, int, int]]] = {}
+        from_slabs: list[tuple[_Allocation, _Allocation, list[tuple[int, int, int]]]] = []
+        last: tuple[_Allocation | None, int] = (None, -1)
+        for copy in copies:  # many thousands, so each may take a microsecond or two
+            slab, offset_bytes, length_bytes, source = copy.target, copy.offset_bytes, copy.length_bytes, copy.source
+            if offset_bytes < 0 or length_bytes < 0 or offset_bytes + length_bytes > slab.size_bytes:
+                _check_bounds(slab, offset_bytes, length_bytes)
+            target: _Allocation = slab.handle
+            if isinstance(source, FileSource):
+                if target is not last[0] or source.fd != last[1]:
+                    last = target, source.fd
+                    slabs[target] = slab
+                    some = from_files.setdefault((target, source.fd), [])
+                if length_bytes:
+                    some.append((source.offset_bytes, offset_bytes, length_bytes))
+            else:
+                _check_bounds(source.slab, source.offset_bytes, length_bytes)
+                home: _Allocation = source.slab.handle
+                slabs[target], slabs[home] = slab, source.slab
+                if not from_slabs or from_slabs[-1][:2] != (target, home) or target is home:
+                    from_slabs.append((target, home, []))
+                if length_bytes:
+                    from_slabs[-1][2].append((source.offset_bytes, offset_bytes, length_bytes))
+
         places = {allocation: self._slab_place(slab) for allocation, slab in slabs.items()}
         pieces = []
-        for copy in copies:
-            source = copy.source
-            pieces.append(
-                Piece(
-                    places[copy.target.handle] + copy.offset_bytes,
-                    copy.length_bytes,
-                    places[source.slab.handle] + source.offset_bytes if isinstance(source, SlabSource) else source,
-                )
-            )
-        self._filler.fill([piece for piece in pieces if piece.length_bytes])
+        for (target, fd), some in from_files.items():
+            some.sort()
+            for rows in merge(some, pitched_sources=False):
+                pieces.append(_piece(rows, places[target], FileSource(fd, rows.source)))
+        for target, home, some in from_slabs:
+            for rows in merge(some, pitched_sources=True):
+                pieces.append(_piece(rows, places[target], places[home] + rows.source))
+        self._filler.fill(pieces)
 
     def read(self, slab: Slab, offset_bytes: int, length_bytes: int) -> bytes:
         """A copy of the slab's bytes, by the copy engine."""
@@ -428,6 +447,10 @@ class CudaDriver:
     def _uncount_host(self, size_bytes: int) -> None:
         with self._lock:
             self._host_bytes -= size_bytes
+
+
+def _piece(rows: Rows, target: Place, source: Place | FileSource) -> Piece:
+    return Piece(target + rows.target, source, rows.row_bytes, rows.height, rows.source_pitch, rows.target_pitch)
 
 
 def _check_descriptors(size_bytes: int) -> None:

@@ -37,6 +37,14 @@ class _PlanAgain(Exception):
     """The ledger has changed since the plan was made."""
 
 
+class _MemoryTaken(Exception):
+    """The driver had no room for a new slab: another program took it since it was measured."""
+
+    def __init__(self, error: Exhausted) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A slab at its index of a range."""
@@ -116,10 +124,10 @@ class Slabs:
                 return await self._carry_out(plan, requests)
             except _PlanAgain:
                 continue
-            except Exhausted:  # another program took the memory meanwhile: the next plan knows, or says who holds what
+            except _MemoryTaken as taken:  # the next plan knows, or says who holds what
                 self._manager.measure()
                 if attempts == 2:
-                    raise
+                    raise taken.error from None
             except Stuck as stuck:
                 log.warning("plan.stuck", model=stuck.model_id, pids=stuck.pids)
         raise Exhausted("no slab could be had: the readers of every arena that could give some are stuck")
@@ -204,7 +212,7 @@ class Slabs:
             for placed in leases.placed:
                 if self.is_at(placed):
                     self._give_up(placed.slab_id)
-            raise errors[0]
+            raise _MemoryTaken(results[0]) if isinstance(results[0], Exhausted) else errors[0]
         trades = [
             memory_pb2.Trade(
                 model_id=model.model_id,
