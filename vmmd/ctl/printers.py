@@ -30,6 +30,8 @@ def print_status(snapshot: dict[str, Any]) -> None:
     for title, columns in (("devices", _DEVICES), ("models", _MODELS), ("sessions", _SESSIONS)):
         rows = snapshot[title]
         console.print(_table(columns, rows, is_wide=is_wide) if rows else f"no {title}")
+    if snapshot["quarantines"]:
+        console.print(_table(_QUARANTINES, snapshot["quarantines"], is_wide=is_wide))
 
 
 def print_verification(found: dict[str, Any]) -> None:
@@ -127,6 +129,13 @@ _SESSIONS = (
     _size_of("quarantined_bytes", "quarantined", "if used"),
     _Column("age", lambda s: duration(s["age_s"]), True),
     _Column("state", lambda s: _text(s["state"])),
+)
+
+_QUARANTINES = (
+    _Column("quarantined on", lambda q: _text(q["device_uuid"])),
+    _size_of("bytes", "held"),
+    _Column("by pid", lambda q: str(q["pid"] or "unknown"), True),
+    _Column("for", lambda q: duration(q["age_s"]), True),
 )
 
 _VERIFIED = (

@@ -31,11 +31,11 @@ def status(output: str, socket_path: str | None) -> None:
 
 def as_dict(parts: Any) -> dict[str, Any]:
     """One snapshot of its parts, with the fields of `admin.proto`; numbers stay numbers."""
-    snapshot: dict[str, Any] = {"daemon": {}, "devices": [], "models": [], "sessions": []}
+    snapshot: dict[str, Any] = {"daemon": {}, "devices": [], "models": [], "sessions": [], "quarantines": []}
     for part in parts:
         if part.HasField("daemon"):
             snapshot["daemon"] = _fields(part.daemon)
-        for name in ("devices", "models", "sessions"):
+        for name in ("devices", "models", "sessions", "quarantines"):
             snapshot[name] += [_fields(message) for message in getattr(part, name)]
     return snapshot
 

@@ -3,6 +3,7 @@
 import os
 import pwd
 import time
+from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -19,7 +20,11 @@ SESSIONS_A_PART = 100
 def parts(manager: Manager) -> Iterator[admin_pb2.StatusPart]:
     """The snapshot in parts of at most 100 sessions."""
     now = time.monotonic()
-    sessions = [_session(manager, s, now) for s in manager.sessions.values()]
+    quarantines = _quarantines(manager, now)
+    held = Counter[int]()
+    for quarantine in quarantines:
+        held[quarantine.session_id] += quarantine.bytes
+    sessions = [_session(manager, s, now, held[s.session_id]) for s in manager.sessions.values()]
     yield admin_pb2.StatusPart(
         daemon=admin_pb2.DaemonStatus(
             epoch=manager.epoch,
@@ -32,6 +37,7 @@ def parts(manager: Manager) -> Iterator[admin_pb2.StatusPart]:
         devices=[_device(manager, d) for d in manager.ledger.devices.values()],
         models=[_model(manager, m) for m in manager.models.values()],
         sessions=sessions[:SESSIONS_A_PART],
+        quarantines=quarantines,
     )
     for i in range(SESSIONS_A_PART, len(sessions), SESSIONS_A_PART):
         yield admin_pb2.StatusPart(sessions=sessions[i : i + SESSIONS_A_PART])
@@ -80,12 +86,26 @@ def _model(manager: Manager, model: Model) -> admin_pb2.ModelStatus:
     )
 
 
-def _session(manager: Manager, session: Session, now: float) -> admin_pb2.SessionStatus:
+def _quarantines(manager: Manager, now: float) -> list[admin_pb2.QuarantineStatus]:
+    """Quarantined memory by device and holder."""
+    ledger = manager.ledger
+    found: dict[tuple[str, int], admin_pb2.QuarantineStatus] = {}
+    for device in ledger.devices.values():
+        for slab in (ledger.slabs[i] for i in ledger.slabs_in(device.uuid, SlabState.QUARANTINED)):
+            holder = slab.holder or 0
+            row = found.setdefault(
+                (device.uuid, holder),
+                admin_pb2.QuarantineStatus(device_uuid=device.uuid, session_id=holder, pid=slab.holder_pid),
+            )
+            row.bytes += device.slab_bytes
+            row.age_s = max(row.age_s, now - slab.since_s)
+    return list(found.values())
+
+
+def _session(manager: Manager, session: Session, now: float, quarantined: int) -> admin_pb2.SessionStatus:
     record = session.record
     ranges = manager.ledger.session_ranges(record.session_id)
     models = [m.model_id for m in session.attached if m is not None]
-    slabs = manager.ledger.slabs.values()
-    quarantined = [s for s in slabs if s.holder == record.session_id]
     return admin_pb2.SessionStatus(
         session_id=record.session_id,
         pid=record.pid,
@@ -96,7 +116,7 @@ def _session(manager: Manager, session: Session, now: float) -> admin_pb2.Sessio
         kv_bytes=manager.ledger.held_bytes(ranges),
         age_s=now - record.started_s,
         state=session.state(),
-        quarantined_bytes=sum(manager.ledger.devices[s.device].slab_bytes for s in quarantined),
+        quarantined_bytes=quarantined,
         model_ids=models,
         kv_cells_used=min(sum(session.line(i)[pages.WORD_CELLS] for i, m in enumerate(session.attached) if m), 1 << 62),
     )

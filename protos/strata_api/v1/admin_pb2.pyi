@@ -11,16 +11,18 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusPart(_message.Message):
-    __slots__ = ("daemon", "devices", "models", "sessions")
+    __slots__ = ("daemon", "devices", "models", "sessions", "quarantines")
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINES_FIELD_NUMBER: _ClassVar[int]
     daemon: DaemonStatus
     devices: _containers.RepeatedCompositeFieldContainer[DeviceStatus]
     models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
     sessions: _containers.RepeatedCompositeFieldContainer[SessionStatus]
-    def __init__(self, daemon: _Optional[_Union[DaemonStatus, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ...) -> None: ...
+    quarantines: _containers.RepeatedCompositeFieldContainer[QuarantineStatus]
+    def __init__(self, daemon: _Optional[_Union[DaemonStatus, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., quarantines: _Optional[_Iterable[_Union[QuarantineStatus, _Mapping]]] = ...) -> None: ...
 
 class DaemonStatus(_message.Message):
     __slots__ = ("epoch", "pid", "version", "driver", "uptime_s", "draining")
@@ -133,6 +135,20 @@ class SessionStatus(_message.Message):
     model_ids: _containers.RepeatedScalarFieldContainer[int]
     kv_cells_used: int
     def __init__(self, session_id: _Optional[int] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., user: _Optional[str] = ..., executable: _Optional[str] = ..., kv_cells: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., state: _Optional[str] = ..., quarantined_bytes: _Optional[int] = ..., model_ids: _Optional[_Iterable[int]] = ..., kv_cells_used: _Optional[int] = ...) -> None: ...
+
+class QuarantineStatus(_message.Message):
+    __slots__ = ("device_uuid", "bytes", "session_id", "pid", "age_s")
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    device_uuid: str
+    bytes: int
+    session_id: int
+    pid: int
+    age_s: float
+    def __init__(self, device_uuid: _Optional[str] = ..., bytes: _Optional[int] = ..., session_id: _Optional[int] = ..., pid: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()
