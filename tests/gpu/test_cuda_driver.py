@@ -250,6 +250,34 @@ def test_fill_puts_every_byte_in_its_place(make: Make, random_file: int, chunk_b
         assert driver.read(slab, 0, SLAB_BYTES) == data
 
 
+@pytest.mark.parametrize("host_slabs", ["auto", "memfd"])
+@pytest.mark.parametrize(("length", "slot"), [(929_280, 2_790_400), (929_281, 2_787_847), (7, 22), (5 * MIB, 11 * MIB)])
+def test_rows_arrive_at_any_pitch(make: Make, random_file: int, host_slabs: str, length: int, slot: int) -> None:
+    """Experts from a file to slots, of a GPU and of the host, and on from slots to slots; nothing between changes."""
+    driver = make(host_slabs=host_slabs)
+    uuid = gpu_uuids(driver)[0]
+    slots = min(23, SLAB_BYTES // slot)
+    home, slab, again = (driver.create(where, SLAB_BYTES) for where in (HOST_UUID, uuid, uuid))
+    expected, moved = bytearray(SLAB_BYTES), bytearray(SLAB_BYTES)
+    copies = []
+    for m in range(2):
+        for i in range(slots):
+            at, source = i * slot + m * length, 3 + (m * slots + i) * length
+            copies += [Copy(some, at, length, FileSource(random_file, source)) for some in (home, slab)]
+            expected[at : at + length] = os.pread(random_file, length, source)
+    driver.fill(copies)
+    assert driver.read(home, 0, SLAB_BYTES) == expected
+    assert driver.read(slab, 0, SLAB_BYTES) == expected
+    for i in range(slots):
+        moved[i * slot + 1 : i * slot + 1 + length] = expected[i * slot : i * slot + length]
+    for target, source_slab in ((again, home), (again, slab), (home, slab)):
+        driver.fill([Copy(target, i * slot + 1, length, SlabSource(source_slab, i * slot)) for i in range(slots)])
+        if target is again:
+            assert driver.read(again, 0, SLAB_BYTES) == moved
+    for i in range(slots):
+        assert driver.read(home, i * slot + 1, length) == moved[i * slot + 1 : i * slot + 1 + length]
+
+
 def test_errors_have_call_code_and_name(make: Make) -> None:
     """A failed call is a DriverError that a caller can branch on."""
     driver = make()

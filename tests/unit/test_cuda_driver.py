@@ -1,16 +1,20 @@
 """What is CUDA's own in the driver, on a stand-in: undo at every call, access, dead contexts, old bytes, memfds."""
 
 import os
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.helpers.fake_cuda import MIB, PAGE_BYTES, FakeCuda, gpu_uuid
 from vmmd.driver import cuda_vmm
-from vmmd.driver.base import Copy, FileSource, Slab, SlabSource
+from vmmd.driver.base import Copy, FileSource, ShortRead, Slab, SlabSource
+from vmmd.driver.cuda_fill import PITCH_MAX_BYTES, Rows, merge
 from vmmd.driver.cuda_mapper import CudaMapper
 from vmmd.driver.cuda_vmm import CudaDriver, available
 from vmmd.driver.host_memfd import HOST_UUID
@@ -174,15 +178,244 @@ def test_map_for_a_fill_undoes(stand: Stand, file: int, uuid: str, function: str
     driver.close()
 
 
+@pytest.mark.parametrize(
+    ("copies", "pitched_sources", "expected"),
+    [
+        ([], False, []),
+        ([(5, 7, 3)], False, [Rows(5, 7, 3, 1, 0, 0)]),
+        ([(0, 10, 3), (3, 13, 4), (7, 17, 1)], False, [Rows(0, 10, 8, 1, 0, 0)]),
+        ([(0, 1, 4), (4, 11, 4), (8, 21, 4)], False, [Rows(0, 1, 4, 3, 4, 10)]),
+        ([(0, 1, 4), (4, 11, 4), (8, 22, 4)], False, [Rows(0, 1, 4, 2, 4, 10), Rows(8, 22, 4, 1, 0, 0)]),
+        ([(0, 1, 4), (4, 11, 3), (7, 21, 3)], False, [Rows(0, 1, 4, 1, 0, 0), Rows(4, 11, 3, 2, 3, 10)]),
+        ([(0, 1, 4), (5, 11, 4)], False, [Rows(0, 1, 4, 1, 0, 0), Rows(5, 11, 4, 1, 0, 0)]),
+        ([(0, 1, 4), (5, 11, 4)], True, [Rows(0, 1, 4, 2, 5, 10)]),
+        ([(0, 1, 4), (2, 11, 4)], True, [Rows(0, 1, 4, 1, 0, 0), Rows(2, 11, 4, 1, 0, 0)]),
+        ([(0, 1, 4), (4, 3, 4)], False, [Rows(0, 1, 4, 1, 0, 0), Rows(4, 3, 4, 1, 0, 0)]),
+        ([(0, 11, 4), (4, 1, 4)], False, [Rows(0, 11, 4, 1, 0, 0), Rows(4, 1, 4, 1, 0, 0)]),
+        (
+            [(0, 0, 4), (4, PITCH_MAX_BYTES + 1, 4)],
+            False,
+            [Rows(0, 0, 4, 1, 0, 0), Rows(4, PITCH_MAX_BYTES + 1, 4, 1, 0, 0)],
+        ),
+    ],
+)
+def test_merge(copies: list[tuple[int, int, int]], pitched_sources: bool, expected: list[Rows]) -> None:
+    """Neighbours at regular distances become rows; a gap, another length, an overlap or a large pitch ends them."""
+    assert merge(copies, pitched_sources=pitched_sources) == expected
+
+
+@st.composite
+def merge_inputs(draw: st.DrawFn) -> list[tuple[int, int, int]]:
+    number = st.integers(0, 12)
+    copies = []
+    for source, target, length, gap, count in draw(st.lists(st.tuples(number, number, number, number, number))):
+        step = length + 1 + draw(st.integers(0, 1))
+        copies += [(source + i * step, target + i * (length + gap), length + 1) for i in range(count)]
+    return copies
+
+
+@given(merge_inputs(), st.booleans())
+def test_merge_copies_the_same_bytes(copies: list[tuple[int, int, int]], pitched_sources: bool) -> None:
+    """Written one after the other, in their order, the rows leave what the copies leave."""
+
+    def written(rows: list[Rows]) -> dict[int, int]:
+        return {
+            target + r * target_pitch + i: source + r * pitch + i
+            for source, target, length, height, pitch, target_pitch in rows
+            for r in range(height)
+            for i in range(length)
+        }
+
+    merged = merge(copies, pitched_sources=pitched_sources)
+    assert written(merged) == written([Rows(*copy, 1, 0, 0) for copy in copies])
+    assert all(rows.height == 1 or rows.target_pitch >= rows.row_bytes <= rows.source_pitch for rows in merged)
+
+
+class Filling:
+    """A driver with a few slabs on every device, and what their bytes should be."""
+
+    def __init__(self, file: int, **options: Any) -> None:
+        self.driver = make_driver(**options)
+        self.file = file
+        self.slabs = [self.driver.create(uuid, PAGE_BYTES) for uuid in (FIRST, SECOND, HOST_UUID, FIRST)]
+        self.expected = [bytearray(PAGE_BYTES) for _ in self.slabs]
+
+    def fill(self, copies: list[Copy]) -> None:
+        for copy in copies:
+            at, end, source = copy.offset_bytes, copy.offset_bytes + copy.length_bytes, copy.source
+            if isinstance(source, FileSource):
+                data = os.pread(source.fd, copy.length_bytes, source.offset_bytes)
+            else:
+                old = self.expected[self.slabs.index(source.slab)]
+                data = bytes(old[source.offset_bytes : source.offset_bytes + copy.length_bytes])
+            self.expected[self.slabs.index(copy.target)][at:end] = data
+        self.driver.fill(copies)
+
+    def check(self) -> None:
+        for slab, data in zip(self.slabs, self.expected, strict=True):
+            assert self.driver.read(slab, 0, PAGE_BYTES) == data
+
+
+def runs(generator: random.Random, fds: list[int], slabs: list[Slab]) -> list[Copy]:
+    """Runs of copies from files with gaps, other lengths, other files and overlaps in the source; no target twice."""
+    copies = []
+    for slab in slabs:
+        at = generator.randrange(100)
+        while at < PAGE_BYTES:
+            length = generator.choice([1, 7, 1000, 4096, 33_333, 100_000, 300_000, 600_000])
+            slot = length + generator.choice([0, 0, 5, length, 2 * length + 1])
+            fd, source = generator.choice(fds), generator.randrange(PAGE_BYTES)
+            for _ in range(generator.randrange(1, 20)):
+                if generator.random() < 0.1:
+                    at += generator.randrange(9)  # a gap in the target
+                if generator.random() < 0.1:
+                    source = max(0, source + generator.randrange(-9, 9))  # a gap or an overlap in the source
+                short = generator.randrange(1, length + 1) if generator.random() < 0.1 else length
+                if at + slot > PAGE_BYTES or source + short > 2 * PAGE_BYTES:
+                    break
+                copies.append(
+                    Copy(slab, at, short, FileSource(generator.choice(fds) if short != length else fd, source))
+                )
+                at, source = at + slot, source + short
+            at += slot
+    return copies
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_merged_fills_put_every_byte_in_its_place(stand: Stand, file: int, tmp_path: Path, seed: int) -> None:
+    """Runs in any order leave the bytes that one copy after the other leaves, in file order and in none."""
+    stand.use(peers=seed % 2 == 0)
+    generator = random.Random(seed)
+    path = tmp_path / "other"
+    path.write_bytes(generator.randbytes(2 * PAGE_BYTES))
+    with path.open("rb") as other:
+        filling = Filling(file, host_slabs="memfd" if seed % 3 == 0 else "auto")
+        for _ in range(2):
+            copies = runs(generator, [file, other.fileno()], filling.slabs)
+            if generator.random() < 0.7:
+                generator.shuffle(copies)
+            filling.fill(copies)
+            filling.check()
+    first, second, home, third = filling.slabs
+    length, slot = generator.randrange(1, 5000), generator.randrange(5000, 9000)
+    for target, source in ((first, home), (second, first), (home, second), (third, first), (first, first)):
+        n = PAGE_BYTES // 2 // slot
+        moves = [
+            Copy(target, i * slot, length, SlabSource(source, PAGE_BYTES // 2 + i * 7000)) for i in range(min(n, 140))
+        ]
+        filling.fill(moves)
+        filling.check()
+    filling.driver.close()
+
+
+def test_moves_within_a_slab_keep_their_order(stand: Stand, file: int) -> None:
+    """A copy between slabs sees what those before it in the same fill have written."""
+    filling = Filling(file)
+    first = filling.slabs[0]
+    filling.fill([Copy(first, 0, PAGE_BYTES, FileSource(file, 0))])
+    filling.fill([Copy(first, 8 + i, 8, SlabSource(first, i)) for i in range(0, 800, 8)])
+    filling.check()
+    filling.driver.close()
+
+
+@pytest.mark.parametrize("uuid", [FIRST, HOST_UUID])
+def test_rows_take_few_calls(stand: Stand, file: int, uuid: str) -> None:
+    """Experts that lie back to back in a file and slot by slot in a slab are moved several at a time."""
+    fake = stand.fake
+    driver = make_driver()
+    slab, other = driver.create(uuid, 2 * PAGE_BYTES), driver.create(SECOND, 2 * PAGE_BYTES)
+    length, slot, slots = 60_000, 181_000, 23  # 17 rows a buffer of 1 MiB
+    copies = [
+        Copy(slab, i * slot + m * length, length, FileSource(file, (m * slots + i) * length))
+        for i in range(slots)
+        for m in range(3)
+    ]
+    driver.fill([Copy(slab, 0, 8, FileSource(file, 0))])
+    before = fake.calls.copy()
+    driver.fill(copies)
+    calls = fake.calls - before
+    assert calls.pop("cuMemcpy2DAsync") == 3 * 2  # of 17 and 6 rows
+    assert calls.pop("cuStreamSynchronize") == 6
+    assert set(calls) == {"cuCtxPushCurrent", "cuCtxPopCurrent"} and calls.total() <= 2 * 2  # one a thread
+    for i in range(slots):
+        for m in range(3):
+            data = os.pread(file, length, (m * slots + i) * length)
+            assert driver.read(slab, i * slot + m * length, length) == data
+
+    before = fake.calls.copy()
+    driver.fill([Copy(other, i * slot, length, SlabSource(slab, i * slot + length)) for i in range(slots)])
+    calls = fake.calls - before
+    assert calls["cuMemcpy2DAsync"] == (uuid == HOST_UUID)
+    assert calls["cuMemcpyAsync"] == (0 if uuid == HOST_UUID else slots)
+    assert driver.read(other, 22 * slot, length) == os.pread(file, length, (slots + 22) * length)
+    driver.close()
+
+
+def test_errors_of_rows(stand: Stand, file: int) -> None:
+    """A file that ends within rows, a file that cannot be read, and a copy that fails, end the fill with their name."""
+    fake = stand.fake
+    driver = make_driver()
+    slab, home = driver.create(FIRST, PAGE_BYTES), driver.create(HOST_UUID, PAGE_BYTES)
+
+    def rows(fd: int, start: int) -> list[Copy]:
+        return [Copy(slab, i * 5000, 4000, FileSource(fd, start + i * 4000)) for i in range(300)]
+
+    with pytest.raises(ShortRead):
+        driver.fill(rows(file, 2 * PAGE_BYTES - 900_001))
+    with pytest.raises(OSError):
+        driver.fill(rows(-1, 0))
+    for copies in (rows(file, 0), [Copy(slab, i * 50, 40, SlabSource(home, i * 60)) for i in range(9)]):
+        fake.fail_at("cuMemcpy2DAsync", 1, "CUDA_ERROR_INVALID_VALUE")
+        with pytest.raises(DriverError) as caught:
+            driver.fill(copies)
+        assert (caught.value.call, caught.value.name) == ("cuMemcpy2DAsync", "CUDA_ERROR_INVALID_VALUE")
+        fake.heal()
+    driver.fill(rows(file, 0))
+    assert driver.read(slab, 299 * 5000, 4000) == os.pread(file, 4000, 299 * 4000)
+    driver.close()
+
+
+def test_each_gpu_writes_its_own_slabs(stand: Stand, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that goes from one GPU's chunks to another's changes contexts: without a path it has to."""
+    fake = stand.use(peers=False)
+    driver = make_driver()
+    slabs = [driver.create(uuid, PAGE_BYTES) for uuid in (FIRST, SECOND) * 3]
+    writers = []
+    copy = fake.module.cuMemcpyHtoDAsync
+
+    def watched(target: int, *args: Any) -> Any:
+        writers.append((target, fake._stack()[-1]))
+        return copy(target, *args)
+
+    monkeypatch.setattr(fake.module, "cuMemcpyHtoDAsync", watched)
+    driver.fill([Copy(slab, 0, PAGE_BYTES, FileSource(file, 0)) for slab in slabs])
+    owner = {slab.handle.address + i * MIB: slab.handle.gpu.ordinal for slab in slabs for i in range(2)}
+    assert dict(writers) == owner
+    driver.close()
+
+
+def test_failed_reader_is_the_one_named(stand: Stand, file: int) -> None:
+    """Without a path between two GPUs, the one whose context died is named, and the other is not marked."""
+    fake = stand.use(peers=False)
+    driver = make_driver()
+    slab, other = driver.create(FIRST, PAGE_BYTES), driver.create(SECOND, PAGE_BYTES)
+    fake.fail_at("cuMemcpyDtoHAsync", 1, "CUDA_ERROR_ILLEGAL_ADDRESS")
+    with pytest.raises(DriverError, match=FIRST):
+        driver.fill([Copy(other, i * MIB, 8, SlabSource(slab, 0)) for i in range(2)])
+    assert driver.failed_devices() == [FIRST]
+    fake.heal()
+    driver.close()
+
+
 def test_fill_that_fails_leaves_nothing_under_way(stand: Stand, file: int) -> None:
     """A copy that fails ends the fill with its error; the buffers go on working."""
     fake = stand.fake
     driver = make_driver()
-    home, slab = driver.create(HOST_UUID, PAGE_BYTES), driver.create(FIRST, PAGE_BYTES)
+    home, slab, other = (driver.create(uuid, PAGE_BYTES) for uuid in (HOST_UUID, FIRST, FIRST))
     copies = [
         Copy(slab, 0, PAGE_BYTES, FileSource(file, 0)),
         Copy(home, 0, PAGE_BYTES, FileSource(file, 0)),
-        Copy(slab, 0, 512, SlabSource(home, 0)),
+        Copy(other, 0, 512, SlabSource(home, 0)),
     ]
     for function in ("cuMemcpyHtoDAsync", "cuMemcpyAsync", "cuStreamSynchronize"):
         fake.fail_at(function, 1, "CUDA_ERROR_INVALID_VALUE")

@@ -22,7 +22,7 @@ import numpy as np
 import structlog
 
 from vmmd.driver import cuda_calls
-from vmmd.driver.base import Copy, DeviceInfo, DeviceMemory, FileSource, Slab, SlabSource
+from vmmd.driver.base import Copy, DeviceInfo, DeviceMemory, FileSource, Slab
 from vmmd.driver.cuda_calls import Gpu, PeerAccess, call
 from vmmd.driver.cuda_fill import Filler, Piece, Place, Rows, merge
 from vmmd.driver.host_memfd import HOST_UUID, HostDriver, HostReservation, _check_bounds, _create_failed
