@@ -33,7 +33,7 @@ class Upkeep:
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._heat_due_s = 0.0
-        self._pressed_s: dict[str, float] = {}  # by device: when other programs last took more than there was
+        self._no_room_s: dict[str, float] = {}  # by device: when there was last no room for another slab
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -74,9 +74,11 @@ class Upkeep:
                 self.roll_heat(model)
                 self._check_files(model)
         for device in manager.ledger.devices.values():
-            if manager.ledger.balance_slabs(device.uuid) < 0 and not device.failed:
-                self._pressed_s[device.uuid] = now
-                self._shed(device.uuid, -manager.ledger.balance_slabs(device.uuid))
+            balance = manager.ledger.balance_slabs(device.uuid)
+            if balance < 1:
+                self._no_room_s[device.uuid] = now
+            if balance < 0 and not device.failed:
+                self._shed(device.uuid, -balance)
         for model in sorted(manager.models.values(), key=lambda m: not m.sessions):  # those in use first
             if model.movable and not model.stale:
                 await self._give_back(model)
@@ -138,9 +140,8 @@ class Upkeep:
     def _returnable(self, record: RangeRecord) -> int:
         """Slabs of the range's device that can go to an arena now: none that was traded a moment ago."""
         long_ago = time.monotonic() - self._manager.options.give_back_delay_s
-        if self._pressed_s.get(record.device, long_ago) > long_ago:
-            return 0  # other programs needed the room a moment ago
-        return returnable(self._manager.ledger, record, long_ago)
+        roomy = self._no_room_s.get(record.device, long_ago) <= long_ago
+        return returnable(self._manager.ledger, record, long_ago, roomy=roomy)
 
     async def _add_slabs(self, model: Model, p: int, record: RangeRecord, sizes: list[int]) -> None:
         manager = self._manager
@@ -168,9 +169,15 @@ def wanted_slabs(arena: Arena, part: int) -> list[int]:
     return sizes
 
 
-def returnable(ledger: Ledger, record: RangeRecord, traded_before_s: float) -> int:
-    """Free slabs, and slabs to create, that no trade touched since `traded_before_s`."""
+def returnable(ledger: Ledger, record: RangeRecord, traded_before_s: float, *, roomy: bool) -> int:
+    """Free slabs that no trade touched since `traded_before_s`, and slabs to create.
+
+    Unless the device has been `roomy` for a while, slabs are created only for those
+    of other domains that are destroyed: other programs may want the rest.
+    """
     free = [ledger.slabs[i] for i in ledger.free_slabs(record.device, record.domain)]
     settled = sum(s.traded_s is None or s.traded_s <= traded_before_s for s in free)
     beside = arbiter.free_for(ledger, record.device, record.domain) - len(free)
+    if not roomy:
+        beside -= max(0, ledger.balance_slabs(record.device))
     return settled + (beside if settled == len(free) else 0)
