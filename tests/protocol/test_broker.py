@@ -48,6 +48,10 @@ SLAB_BYTES = 64 << 10
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 
 
+_FIND_TESTS = f"import sys; sys.path.append({os.fspath(Path(__file__).parents[2])!r})\n"
+"""For programs of their own: the installed package comes first."""
+
+
 @pytest.fixture(scope="module")
 def model() -> Iterator[SmallModel]:
     with public_model() as made:
@@ -188,7 +192,7 @@ _, status = os.waitpid(child, 0)
 assert status == 0, status
 assert w.ask(request).refused.reason == "not_found"
 """
-    done = subprocess.run([sys.executable, "-c", code, os.fspath(daemon.directory)], cwd=Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", _FIND_TESTS + code, os.fspath(daemon.directory)])
     assert done.returncode == 0
     assert "a child process must connect by itself" in daemon.log.read_text()
 
@@ -207,9 +211,9 @@ if child == 0:
 print(os.getpid(), flush=True)
 os._exit(0)
 """
-    argv = [sys.executable, "-c", code, os.fspath(daemon.directory)]
+    argv = [sys.executable, "-c", _FIND_TESTS + code, os.fspath(daemon.directory)]
     with (
-        subprocess.Popen(argv, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent,
+        subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent,
         Admin(daemon.directory) as admin,
     ):
         assert parent.stdout is not None
@@ -466,8 +470,8 @@ def test_users_who_are_no_administrators_may_look_and_not_drain(daemon: Daemon) 
         " metadata=(('strata-token', a._broker.token),))\n"
         "except Exception as e: sys.exit(type(e).__name__)\n"
     )
-    argv = [sys.executable, "-c", code, os.fspath(daemon.directory)]
-    done = subprocess.run(argv, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE)
+    argv = [sys.executable, "-c", _FIND_TESTS + code, os.fspath(daemon.directory)]
+    done = subprocess.run(argv, stderr=subprocess.PIPE)
     assert done.stderr.decode().strip().endswith("PermissionDenied")
 
 

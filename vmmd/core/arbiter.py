@@ -15,7 +15,7 @@ takes them out of others' reach (`Ledger.begin_revoke`) before it does anything
 that takes time, so checking and taking are one step.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -91,6 +91,10 @@ class Holder(NamedTuple):
     movable: bool  # False while it is being opened or has a stuck reader
 
 
+Leased = dict[int, list[tuple[int, int, int]]]
+"""By model: (part, index, slab id) of its arena's slabs that no trade is under way with."""
+
+
 def plan(
     ledger: Ledger,
     models: Sequence[Holder],
@@ -110,13 +114,14 @@ def plan(
         key = into.device, into.domain
         by_device[key] = by_device.get(key, 0) + request.slabs
     usable = [m for m in models if m.movable and m.arena.model_id not in {*keep_models, *owners}]
-    spare = {m.arena.model_id: _spare_slots(m.arena, ledger) for m in usable}
+    leased = _leased_slabs(usable, ledger)
+    spare = {m.arena.model_id: _spare_slots(m.arena, leased) for m in usable}
     plans: list[DevicePlan] = []
     short: list[tuple[DevicePlan, int]] = []
     for (device, domain), count in by_device.items():
         if ledger.devices[device].failed:
             raise refusal(ledger, models, device, domain, count, f"{device} has failed")
-        made = _plan_device(ledger, usable, spare, device, domain, count)
+        made = _plan_device(ledger, usable, leased, spare, device, domain, count)
         plans.append(made)
         missing = count - made.slabs
         if missing > 0:
@@ -127,7 +132,7 @@ def plan(
     for made, missing in short:
         idle = _idle_models(ledger, usable, made)
         live = [m for m in usable if m.idle_since_s is None]
-        foreign = _trades(live, ledger, spare, made.device, missing, made.domain, crosses=True)
+        foreign = _trades(live, leased, spare, made.device, missing, made.domain, crosses=True)
         if _obtainable(ledger, usable, made, idle, sum(len(t.slab_ids) for t in foreign)) < missing:
             raise refusal(ledger, models, made.device, made.domain, by_device[made.device, made.domain])
         drop = drop or next(iter(idle), None)
@@ -144,8 +149,9 @@ def plan_release(ledger: Ledger, models: Sequence[Holder], device: str, count: i
     made = DevicePlan(device, NOBODY, destroy=free[:count])
     if len(made.destroy) < count:
         usable = [m for m in models if m.movable]
-        spare = {m.arena.model_id: _spare_slots(m.arena, ledger) for m in usable}
-        made.trades = _trades(usable, ledger, spare, device, count - len(made.destroy), NOBODY, crosses=True)
+        leased = _leased_slabs(usable, ledger)
+        spare = {m.arena.model_id: _spare_slots(m.arena, leased) for m in usable}
+        made.trades = _trades(usable, leased, spare, device, count - len(made.destroy), NOBODY, crosses=True)
     return made
 
 
@@ -163,7 +169,13 @@ def _foreign_free(ledger: Ledger, device: str, domain: str) -> list[int]:
 
 
 def _plan_device(
-    ledger: Ledger, models: Sequence[Holder], spare: dict[int, int], device: str, domain: str, count: int
+    ledger: Ledger,
+    models: Sequence[Holder],
+    leased: Leased,
+    spare: dict[int, int],
+    device: str,
+    domain: str,
+    count: int,
 ) -> DevicePlan:
     made = DevicePlan(device, domain, reuse=ledger.free_slabs(device, domain)[:count])
     foreign = _foreign_free(ledger, device, domain)
@@ -172,7 +184,7 @@ def _plan_device(
     if made.create > balance:
         made.destroy = foreign[: made.create - balance] if made.create else []
     if made.slabs < count:
-        made.trades = _trades(models, ledger, spare, device, count - made.slabs, domain, crosses=False)
+        made.trades = _trades(models, leased, spare, device, count - made.slabs, domain, crosses=False)
     return made
 
 
@@ -223,24 +235,28 @@ class _Candidate(NamedTuple):
     slots: int
 
 
-def _spare_slots(arena: Arena, ledger: Ledger) -> int:
+def _leased_slabs(models: Sequence[Holder], ledger: Ledger) -> Leased:
+    revoking = {i for device in ledger.devices for i in ledger.slabs_in(device, SlabState.REVOKING)}
+    return {
+        m.arena.model_id: [
+            (p, index, slab_id)
+            for p, part in enumerate(m.arena.parts)
+            for index, slab_id in ledger.ranges[part.range_id].slabs.items()
+            if index in part.slabs and slab_id not in revoking
+        ]
+        for m in models
+    }
+
+
+def _spare_slots(arena: Arena, leased: Leased) -> int:
     """Slots that an arena can give; those of slabs on their way out count as given."""
-    staying = sum(arena.parts[p].slabs[i].slots for p, i, _ in _leased(arena, ledger))
+    staying = sum(arena.parts[p].slabs[i].slots for p, i, _ in leased[arena.model_id])
     return staying - arena.floor_slots
-
-
-def _leased(arena: Arena, ledger: Ledger) -> Iterator[tuple[int, int, int]]:
-    """(part, index, slab id) of an arena's slabs that no trade is under way with."""
-    for p, part in enumerate(arena.parts):
-        of_range = ledger.ranges[part.range_id].slabs
-        for index in part.slabs:
-            if ledger.slabs[of_range[index]].state is SlabState.LEASED:
-                yield p, index, of_range[index]
 
 
 def _trades(
     models: Sequence[Holder],
-    ledger: Ledger,
+    leased: Leased,
     spare: dict[int, int],
     device: str,
     count: int,
@@ -257,7 +273,7 @@ def _trades(
         candidate
         for m, holder in enumerate(models)
         if (holder.arena.domain != domain) == crosses
-        for candidate in _candidates(holder.arena, m, device, ledger)
+        for candidate in _candidates(holder.arena, m, device, leased)
     ]
     chosen: dict[tuple[int, int], list[_Candidate]] = {}
     taken = 0
@@ -269,14 +285,14 @@ def _trades(
             spare[model_id] -= candidate.slots
             chosen.setdefault((candidate.model, candidate.part), []).append(candidate)
             taken += 1
-    return [_trade(models[m].arena, ledger, p, victims, crosses=crosses) for (m, p), victims in chosen.items()]
+    return [_trade(models[m].arena, leased, p, victims, crosses=crosses) for (m, p), victims in chosen.items()]
 
 
-def _candidates(arena: Arena, model: int, device: str, ledger: Ledger) -> list[_Candidate]:
+def _candidates(arena: Arena, model: int, device: str, leased: Leased) -> list[_Candidate]:
     """Slabs on a device that can be given: leased, nothing busy in them, every expert with a home."""
     found = []
     sums: dict[int, tuple[list[float], list[int]]] = {}
-    for p, index, slab_id in _leased(arena, ledger):
+    for p, index, slab_id in leased[arena.model_id]:
         slab = arena.parts[p].slabs[index]
         if arena.parts[p].device != device or slab.busy:
             continue
@@ -298,11 +314,11 @@ def _slab_sums(arena: Arena, p: int) -> tuple[list[float], list[int]]:
     return heat.tolist(), homeless.tolist()
 
 
-def _trade(arena: Arena, ledger: Ledger, p: int, victims: Sequence[_Candidate], *, crosses: bool) -> ArenaTrade:
+def _trade(arena: Arena, leased: Leased, p: int, victims: Sequence[_Candidate], *, crosses: bool) -> ArenaTrade:
     """The moves that keep the hotter experts: the hottest of the victims to the coldest that stay."""
     part = arena.parts[p]
     indexes = [-v.order for v in victims]
-    leaving = set(part.slabs) - {index for q, index, _ in _leased(arena, ledger) if q == p} | set(indexes)
+    leaving = set(part.slabs) - {index for q, index, _ in leased[arena.model_id] if q == p} | set(indexes)
     moves: list[Move] = []
     evicted: list[int] = []
     for slot_bytes in {part.slabs[i].slot_bytes for i in indexes}:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,7 +38,7 @@ from vmmd.manager.shared import ResidencyTable
 
 log = structlog.get_logger("vmmd.model")
 
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 128 << 20
 """Filled in one call of the driver: progress, and how much a change of mind wastes."""
 
 CHUNKS_AT_ONCE = 2
@@ -114,19 +115,20 @@ class Model:
 
     def _slot_copies(self, expert: int, slab: Slab, offset: int, source: Slab | None, at: int) -> list[Copy]:
         """Copies of one expert's matrices: from its files, or from the same layout in another slab."""
-        geometry = self.arena.geometry
-        sizes = [int(x) for x in geometry.size_bytes[expert]]
         if source is not None:
-            return [Copy(slab, offset, int(geometry.slot_bytes[expert]), SlabSource(source, at))]
+            return [Copy(slab, offset, self.arena.slot_bytes(expert), SlabSource(source, at))]
+        sizes, files, offsets = self._places[expert]
+        begins = pages.slot_layout(*sizes)
         return [
-            Copy(
-                slab,
-                offset + begin,
-                sizes[m],
-                FileSource(self.files[int(geometry.file[expert, m])], int(geometry.offset_bytes[expert, m])),
-            )
-            for m, begin in enumerate(pages.slot_layout(*sizes)[:3])
+            Copy(slab, offset + begins[m], sizes[m], FileSource(self.files[files[m]], offsets[m])) for m in range(3)
         ]
+
+    @cached_property
+    def _places(self) -> list[tuple[list[int], list[int], list[int]]]:
+        """By expert: sizes, files and offsets of gate, up and down, as plain integers."""
+        geometry = self.arena.geometry
+        lists = (geometry.size_bytes.tolist(), geometry.file.tolist(), geometry.offset_bytes.tolist())
+        return list(zip(*lists, strict=True))
 
     def _home_at(self, expert: int) -> tuple[Slab, int]:
         slab_index, slot = (int(x) for x in self.arena.home[expert])

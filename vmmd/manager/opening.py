@@ -69,19 +69,22 @@ async def _fill_homes(manager: "Manager", model: Model) -> None:
     that get none are pinned where they are.
     """
     arena = model.arena
+    at_once = max(1, HOMES_AT_ONCE_BYTES // manager.ledger.devices[model.homes.device].slab_bytes)
+    waiting = np.flatnonzero((arena.home[:, 0] != NOWHERE) & ~arena.home_ready)
+    group = (arena.home[waiting, 0] - arena.home[waiting, 0].min(initial=1 << 32)) // at_once
+    groups = [waiting[group == g] for g in np.unique(group)]
+    providing: list[asyncio.Task[list[tuple[Session, int]]]] = []  # a group ahead of the one that is filled
     try:
-        while not model.closed:
-            waiting = np.flatnonzero((arena.home[:, 0] != NOWHERE) & ~arena.home_ready)
-            if not len(waiting):
-                return
-            first = int(arena.home[waiting, 0].min())
-            at_once = max(1, HOMES_AT_ONCE_BYTES // manager.ledger.devices[model.homes.device].slab_bytes)
-            experts = waiting[arena.home[waiting, 0] < first + at_once]
-            batches = await _provide_homes(manager, model, experts)
+        for i, experts in enumerate(groups):
+            for ahead in groups[i : i + 2][len(providing) :]:
+                providing.append(asyncio.create_task(_provide_homes(manager, model, ahead)))
+            batches = await providing[0]
+            providing.pop(0)
             while not model.closed and any(b in s.batches and not s.ended for s, b in batches):
                 await asyncio.sleep(0.002)
             await model.fill([model.home_piece(int(e)) for e in experts])
     except (VmmError, OSError) as error:
+        await asyncio.gather(*providing, return_exceptions=True)
         arena.home[~arena.home_ready] = NOWHERE
         log.warning("homes.short", model=model.model_id, ready=int(arena.home_ready.sum()), why=str(error))
         if isinstance(error, StaleGeneration | OSError) and not model.closed:

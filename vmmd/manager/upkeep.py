@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("vmmd.upkeep")
 
 TICK_S = 0.25
-REFILL_BYTES = 512 << 20
+REFILL_BYTES = 2 << 30
 
 
 class Upkeep:
