@@ -1,14 +1,10 @@
 """Clients that die or stop at any moment, and drivers that fail: what was there before is there afterwards."""
 
 import asyncio
-import dataclasses
-import functools
-import gc
-import os
 import random
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.helpers.daemon import Daemon, running_daemon, wait_until
-from tests.helpers.faulty_driver import FaultyDriver, Operation
+from tests.helpers.faulty_driver import Operation
+from tests.helpers.in_process import Host, run
 from tests.helpers.peer import (
     MATRIX_BYTES,
-    WEIGHTS_BYTES,
     Admin,
     Remote,
     SmallModel,
@@ -29,14 +25,9 @@ from tests.helpers.peer import (
     wait_for_descriptors,
     write_model,
 )
-from vmmd.core import geometry
-from vmmd.core.ledger import DeviceRecord, SlabState
-from vmmd.driver.host_memfd import HOST_UUID, HostDriver
+from vmmd.core.ledger import SlabState
 from vmmd.errors import VmmError
-from vmmd.manager import Manager
 from vmmd.manager import model as model_module
-from vmmd.manager.manager import Options
-from vmmd.manager.session import Session
 
 SLAB_BYTES = 64 << 10
 CONFIG = """
@@ -169,90 +160,6 @@ def test_a_stopped_reader_delays_its_own_arena_only(daemon: Daemon, tmp_path: Pa
 # A driver that fails, under the manager in this process
 
 
-class _Host:
-    """A manager over a faulty driver, and one session of this process."""
-
-    def __init__(self, device_slabs: int = 20, homes_slabs: int = 20) -> None:
-        devices = [("SIM", "simulated", device_slabs * SLAB_BYTES)]
-        self.driver = FaultyDriver(HostDriver(devices, homes_slabs * SLAB_BYTES))
-        records = [
-            DeviceRecord(d.uuid, d.name, SLAB_BYTES, d.total_bytes, d.total_bytes, is_host=d.uuid == HOST_UUID)
-            for d in self.driver.devices()
-        ]
-        self.manager = Manager(self.driver, records, Options(floor_slots=10, quiesce_deadline_s=0.2))
-        self.session = self.connect("user")
-        self._files = 0
-
-    def connect(self, domain: str) -> Session:
-        session = self.manager.connect(os.getpid(), 0, 0, domain, "test", os.pidfd_open(os.getpid()))
-        session.watcher = functools.partial(self._take_note, session)
-        return session
-
-    def _take_note(self, session: Session) -> None:
-        """What a client does with the events of its watch stream."""
-        while session.events:
-            event = session.events.popleft()
-            if event.HasField("slabs_added"):
-                self.manager.acknowledge(session, event.slabs_added.batch_id)
-
-    async def open(self, model: SmallModel, session: Session | None = None) -> Any:
-        session = session or self.session
-        self._files += 1
-        session.add_files(self._files, [os.open(model.path, os.O_RDONLY)], 100)
-        stacks = [geometry.Stack(*dataclasses.astuple(stack)) for stack in model.stacks]
-        weights = [geometry.Extent(0, 0, WEIGHTS_BYTES)]
-        shape = model.n_layers, model.n_experts, model.top_k
-        opened, _ = await self.manager.open_model(session, self._files, "m", [], shape, stacks, weights)
-        await asyncio.shield(opened.ready)
-        if opened.background is not None:
-            await asyncio.wait([opened.background])
-        return opened
-
-    def range(self, session: Session | None = None) -> int:
-        return self.manager.create_range(session or self.session, "", 0, 16, 16 * 1000).range_id
-
-    def fetch(self, batch_id: int, session: Session | None = None) -> int:
-        found, _, _ = self.manager.descriptors(session or self.session, batch_id, 0, 250)
-        for _, fd in found:
-            os.close(fd)
-        return len(found)
-
-    def state(self) -> tuple[dict[str, int], int, int]:
-        """What must not change by a failure: the ledger's sums, physical slabs, descriptors."""
-        ledger = self.manager.ledger
-        ledger.check()
-        for model in self.manager.models.values():
-            model.arena.check()
-        assert set(self.manager.slabs.physical) == set(ledger.slabs)
-        assert len(self.driver.live) == len(ledger.slabs)
-        sums = {f"{d} {k}": v for d in ledger.devices for k, v in ledger.bytes_by_kind(d).items() if k != "free"}
-        free = sum(len(ledger.slabs_in(d, SlabState.FREE)) for d in ledger.devices)
-        return sums, len(ledger.slabs) - free, _our_descriptors() - len(ledger.slabs)
-
-    async def close(self) -> None:
-        for session in list(self.manager.sessions.values()):
-            self.manager.disconnect(session, "the test ends")
-        for model in list(self.manager.models.values()):
-            await self.manager.drop_model(model)
-        await self.manager.close()
-
-
-def _our_descriptors() -> int:
-    """Descriptors of slabs, shared pages, model files and pidfds in this process."""
-    gc.collect()  # pages that clients of other tests had mapped here
-    links = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return sum("memfd:strata" in link or link.endswith("/model") or "pidfd" in link for link in links)
-
-
-def _run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    before = _our_descriptors()
-    asyncio.run(scenario())
-    assert _our_descriptors() == before
-
-
 def _errors(operation: Operation) -> Sequence[Exception | None]:
     return [None, OSError(5, "Input/output error")] if operation == "fill" else [None]
 
@@ -262,7 +169,7 @@ def test_a_failing_driver_leaves_nothing_of_an_opening(model: SmallModel, operat
     """Whichever call fails while a model is opened, nothing of it is left, and the next opening succeeds."""
 
     async def scenario() -> None:
-        host = _Host(40)
+        host = Host(40)
         try:
             before = host.state()
             failures = 0
@@ -287,7 +194,7 @@ def test_a_failing_driver_leaves_nothing_of_an_opening(model: SmallModel, operat
         finally:
             await host.close()
 
-    _run(scenario)
+    run(scenario)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 32 << 20])
@@ -299,7 +206,7 @@ def test_a_failing_driver_leaves_nothing_of_a_growth(
     monkeypatch.setattr(model_module, "CHUNK_BYTES", chunk_bytes)
 
     async def scenario() -> None:
-        host = _Host(18)
+        host = Host(18)
         try:
             opened = await host.open(model)
             heat = opened.arena.heat
@@ -339,14 +246,14 @@ def test_a_failing_driver_leaves_nothing_of_a_growth(
         finally:
             await host.close()
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_a_failing_creation_leaves_nothing_of_a_revocation(model: SmallModel) -> None:
     """Where the new slabs of a trade between domains cannot be made, the old ones are gone and nothing else is."""
 
     async def scenario() -> None:
-        host = _Host(16)
+        host = Host(16)
         try:
             await host.open(model)
             stranger = host.connect("stranger")
@@ -366,14 +273,14 @@ def test_a_failing_creation_leaves_nothing_of_a_revocation(model: SmallModel) ->
         finally:
             await host.close()
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_a_growth_whose_caller_hangs_up_is_given_back(model: SmallModel) -> None:
     """Cancelled at any moment, a growth leaves no slab leased and none on its way."""
 
     async def scenario() -> None:
-        host = _Host(18)
+        host = Host(18)
         try:
             opened = await host.open(model)
             range_id = host.range()
@@ -392,14 +299,14 @@ def test_a_growth_whose_caller_hangs_up_is_given_back(model: SmallModel) -> None
         finally:
             await host.close()
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_two_growths_of_one_range_at_once_are_one(model: SmallModel) -> None:
     """A session that asks twice at once for the same cells gets them once."""
 
     async def scenario() -> None:
-        host = _Host(18)
+        host = Host(18)
         try:
             await host.open(model)
             range_id = host.manager.create_range(host.session, "", 0, 16, 16 * 9).range_id
@@ -410,10 +317,10 @@ def test_two_growths_of_one_range_at_once_are_one(model: SmallModel) -> None:
         finally:
             await host.close()
 
-    _run(scenario)
+    run(scenario)
 
 
-async def _settle(host: _Host) -> None:
+async def _settle(host: Host) -> None:
     """Waits until nothing is on its way."""
     until = time.monotonic() + 5
     ledger = host.manager.ledger
@@ -424,7 +331,7 @@ async def _settle(host: _Host) -> None:
         await asyncio.sleep(0.001)
 
 
-async def _give_back(host: _Host, opened: Any) -> None:
+async def _give_back(host: Host, opened: Any) -> None:
     """What upkeep does, at once: slabs go back to the arena and are filled."""
     await _settle(host)
     host.session.revocations.clear()  # as a client that has unmapped
@@ -433,7 +340,7 @@ async def _give_back(host: _Host, opened: Any) -> None:
     await host.manager.upkeep._give_back(opened)
 
 
-def _check_bytes(host: _Host, opened: Any, model: SmallModel) -> None:
+def _check_bytes(host: Host, opened: Any, model: SmallModel) -> None:
     data = model.path.read_bytes()
     assert opened.arena.resident.all()
     for expert in range(model.n):

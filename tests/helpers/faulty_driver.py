@@ -53,6 +53,9 @@ class FaultyDriver:
     def memory(self, device_uuid: str) -> DeviceMemory:
         return self.driver.memory(device_uuid)
 
+    def failed_devices(self) -> Sequence[str]:
+        return self.driver.failed_devices()
+
     def create(self, device_uuid: str, size_bytes: int) -> Slab:
         self._count("create")
         slab = self.driver.create(device_uuid, size_bytes)

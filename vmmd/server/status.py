@@ -15,6 +15,7 @@ from vmmd.manager.model import Model
 from vmmd.manager.session import Session
 
 SESSIONS_A_PART = 100
+_VERSION = metadata.version("strata-vmm")  # looking it up takes a millisecond
 
 
 def parts(manager: Manager) -> Iterator[admin_pb2.StatusPart]:
@@ -29,7 +30,7 @@ def parts(manager: Manager) -> Iterator[admin_pb2.StatusPart]:
         daemon=admin_pb2.DaemonStatus(
             epoch=manager.epoch,
             pid=os.getpid(),
-            version=metadata.version("strata-vmm"),
+            version=_VERSION,
             driver=manager.driver.name,
             uptime_s=now - manager.started_s,
             draining=manager.draining,

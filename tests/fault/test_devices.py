@@ -1,0 +1,128 @@
+"""Devices that die, other programs that take the room, and memory that a client keeps."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.faulty_driver import FaultyDriver
+from tests.helpers.in_process import SLAB_BYTES, Host, run
+from tests.helpers.peer import SmallModel, public_model
+from vmmd.core.ledger import SlabState
+from vmmd.driver.base import DeviceMemory, Slab
+from vmmd.errors import Exhausted, NoDevice
+from vmmd.server import status
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[SmallModel]:
+    with public_model() as made:
+        yield made
+
+
+def test_a_device_that_died_is_failed_and_the_others_go_on(model: SmallModel) -> None:
+    """Its sessions are told, nothing is granted on it any more, and another device serves."""
+
+    async def scenario() -> None:
+        host = Host(40, 60, n_devices=2)
+        try:
+            await host.open(model)
+            range_id = host.range()
+            await host.manager.grow(host.session, [(range_id, 16)])
+            host.inner.set_failed("SIM-0")
+            host.manager.measure()
+            assert any("SIM-0 has failed" in notice for notice in host.notices)
+            with pytest.raises(Exhausted, match="SIM-0 has failed"):
+                await host.manager.grow(host.session, [(range_id, 160)])
+            with pytest.raises(NoDevice, match="SIM-0 has failed"):
+                await host.open(model, host.connect("user"), "SIM-0")
+            again = await host.open(model, host.connect("user"))
+            assert {r.device for r in again.ranges} == {"SIM-1"}
+            states = {d.uuid: d.state for part in status.parts(host.manager) for d in part.devices}
+            assert states == {"SIM-0": "failed", "SIM-1": "ok", "HOST-RAM": "ok"}
+        finally:
+            await host.close()
+
+    run(scenario)
+
+
+def test_arenas_shrink_for_other_programs_and_no_further_than_their_floor(model: SmallModel) -> None:
+    """Memory that another program takes comes from the coldest experts, down to the floor; they live on at home."""
+
+    async def scenario() -> None:
+        host = Host(18, 40)
+        try:
+            opened = await host.open(model)
+            ledger = host.manager.ledger
+            before = ledger.slab_count("SIM-0")
+            ledger.devices["SIM-0"].reserve_bytes = 3 * SLAB_BYTES
+            host.inner.set_unmanaged_bytes("SIM-0", (18 - before) * SLAB_BYTES)
+            host.manager.measure()
+            assert ledger.balance_slabs("SIM-0") == -3
+            await host.manager.slabs.shed("SIM-0", 3)
+            assert ledger.balance_slabs("SIM-0") == 0
+            await host.manager.slabs.shed("SIM-0", 18)
+            assert opened.arena.slots >= opened.arena.floor_slots
+            assert opened.arena.resident.sum() < opened.arena.geometry.n
+            assert all(opened.table.entry(e) for e in range(opened.arena.geometry.n))
+            host.state()
+        finally:
+            await host.close()
+
+    run(scenario)
+
+
+class _Blind(FaultyDriver):
+    """Cannot tell who holds a slab, as CUDA cannot; while `keeps`, destroyed memory does not come back."""
+
+    keeps = False
+    kept_bytes = 0
+
+    def held_elsewhere(self, slab: Slab) -> bool | None:
+        return None
+
+    def destroy(self, slab: Slab) -> None:
+        super().destroy(slab)
+        self.kept_bytes += slab.size_bytes if self.keeps else 0
+
+    def memory(self, device_uuid: str) -> DeviceMemory:
+        memory = super().memory(device_uuid)
+        return DeviceMemory(memory.total_bytes, memory.free_bytes - self.kept_bytes)
+
+
+def test_memory_that_does_not_come_back_stays_charged_to_who_kept_it(model: SmallModel) -> None:
+    """A client that answers a revocation and keeps the import is shown with its pid; nobody else gets the memory."""
+
+    async def scenario() -> None:
+        host = Host(18, 60, wrap=_Blind)
+        driver = host.driver
+        assert isinstance(driver, _Blind)
+        try:
+            await host.open(model)
+            other = host.connect("somebody else")
+            range_id = host.range(other)
+            ledger = host.manager.ledger
+            wanted = 16 * (ledger.room_slabs("SIM-0") + 2)
+            driver.keeps = True
+            with pytest.raises(Exhausted, match="quarantined"):
+                await host.manager.grow(other, [(range_id, wanted)])
+            driver.keeps = False
+            held = ledger.slabs_in("SIM-0", SlabState.QUARANTINED)
+            assert len(held) == 2
+            rows = [q for part in status.parts(host.manager) for q in part.quarantines]
+            assert [(q.bytes, q.pid, q.session_id) for q in rows] == [
+                (2 * SLAB_BYTES, host.session.record.pid, host.session.session_id)
+            ]
+            host.manager.measure()
+            assert ledger.devices["SIM-0"].unmanaged_bytes == 0  # charged once
+            host.manager.slabs.lift_quarantine()
+            assert ledger.slabs_in("SIM-0", SlabState.QUARANTINED) == held
+            host.manager.disconnect(host.session, "it died")
+            driver.kept_bytes = 0
+            host.manager.slabs.lift_quarantine()
+            assert not ledger.slabs_in("SIM-0", SlabState.QUARANTINED)
+            host.manager.measure()
+            await host.manager.grow(other, [(range_id, wanted)])
+        finally:
+            await host.close()
+
+    run(scenario)

@@ -1,0 +1,121 @@
+"""A manager in this process, over drivers that fail or simulate."""
+
+import asyncio
+import dataclasses
+import functools
+import gc
+import os
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from tests.helpers.faulty_driver import FaultyDriver
+from tests.helpers.peer import WEIGHTS_BYTES, SmallModel
+from vmmd.core import geometry
+from vmmd.core.ledger import DeviceRecord, SlabState
+from vmmd.driver.host_memfd import HOST_UUID, HostDriver
+from vmmd.manager import Manager
+from vmmd.manager.manager import Options
+from vmmd.manager.session import Session
+
+SLAB_BYTES = 64 << 10
+
+
+class Host:
+    """A manager over a faulty driver, and one session of this process."""
+
+    def __init__(
+        self,
+        device_slabs: int = 20,
+        homes_slabs: int = 20,
+        n_devices: int = 1,
+        wrap: Callable[[HostDriver], FaultyDriver] = FaultyDriver,
+    ) -> None:
+        devices = [(f"SIM-{i}", "simulated", device_slabs * SLAB_BYTES) for i in range(n_devices)]
+        self.inner = HostDriver(devices, homes_slabs * SLAB_BYTES)
+        self.driver = wrap(self.inner)
+        records = [
+            DeviceRecord(d.uuid, d.name, SLAB_BYTES, d.total_bytes, d.total_bytes, is_host=d.uuid == HOST_UUID)
+            for d in self.driver.devices()
+        ]
+        self.manager = Manager(
+            self.driver, records, Options(floor_slots=10, quiesce_deadline_s=0.2, revoke_deadline_s=0.3)
+        )
+        self.session = self.connect("user")
+        self._files = 0
+        self.notices: list[str] = []
+
+    def connect(self, domain: str) -> Session:
+        session = self.manager.connect(os.getpid(), 0, 0, domain, "test", os.pidfd_open(os.getpid()))
+        session.watcher = functools.partial(self._take_note, session)
+        return session
+
+    def _take_note(self, session: Session) -> None:
+        """What a client does with the events of its watch stream."""
+        while session.events:
+            event = session.events.popleft()
+            if event.HasField("slabs_added"):
+                self.manager.acknowledge(session, event.slabs_added.batch_id)
+            elif event.HasField("slabs_removed"):
+                self.manager.released(session, event.slabs_removed.revocation_id)
+            elif event.HasField("notice"):
+                self.notices.append(event.notice.message)
+
+    async def open(self, model: SmallModel, session: Session | None = None, device: str = "") -> Any:
+        session = session or self.session
+        self._files += 1
+        session.add_files(self._files, [os.open(model.path, os.O_RDONLY)], 100)
+        stacks = [geometry.Stack(*dataclasses.astuple(stack)) for stack in model.stacks]
+        weights = [geometry.Extent(0, 0, WEIGHTS_BYTES)]
+        shape = model.n_layers, model.n_experts, model.top_k
+        opened, _ = await self.manager.open_model(
+            session, self._files, "m", [device] if device else [], shape, stacks, weights
+        )
+        await asyncio.shield(opened.ready)
+        if opened.background is not None:
+            await asyncio.wait([opened.background])
+        return opened
+
+    def range(self, session: Session | None = None) -> int:
+        return self.manager.create_range(session or self.session, "", 0, 16, 16 * 1000).range_id
+
+    def fetch(self, batch_id: int, session: Session | None = None) -> int:
+        found, _, _ = self.manager.descriptors(session or self.session, batch_id, 0, 250)
+        for _, fd in found:
+            os.close(fd)
+        return len(found)
+
+    def state(self) -> tuple[dict[str, int], int, int]:
+        """What must not change by a failure: the ledger's sums, physical slabs, descriptors."""
+        ledger = self.manager.ledger
+        ledger.check()
+        for model in self.manager.models.values():
+            model.arena.check()
+        assert set(self.manager.slabs.physical) == set(ledger.slabs)
+        assert len(self.driver.live) == len(ledger.slabs)
+        sums = {f"{d} {k}": v for d in ledger.devices for k, v in ledger.bytes_by_kind(d).items() if k != "free"}
+        free = sum(len(ledger.slabs_in(d, SlabState.FREE)) for d in ledger.devices)
+        return sums, len(ledger.slabs) - free, our_descriptors() - len(ledger.slabs)
+
+    async def close(self) -> None:
+        for session in list(self.manager.sessions.values()):
+            self.manager.disconnect(session, "the test ends")
+        for model in list(self.manager.models.values()):
+            await self.manager.drop_model(model)
+        await self.manager.close()
+
+
+def our_descriptors() -> int:
+    """Descriptors of slabs, shared pages, model files and pidfds in this process."""
+    gc.collect()  # pages that clients of other tests had mapped here
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum("memfd:strata" in link or link.endswith("/model") or "pidfd" in link for link in links)
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    before = our_descriptors()
+    asyncio.run(scenario())
+    assert our_descriptors() == before
