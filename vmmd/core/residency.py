@@ -44,9 +44,9 @@ class SlabSlots:
 
     def put(self, slot: int, occupant: int) -> None:
         """Changes who is in a slot."""
-        was = self.occupants[slot]
-        self.empty += (occupant == EMPTY) - int(was == EMPTY)
-        self.busy += (occupant == BUSY) - int(was == BUSY)
+        was = self.occupants.item(slot)
+        self.empty += (occupant == EMPTY) - (was == EMPTY)
+        self.busy += (occupant == BUSY) - (was == BUSY)
         self.occupants[slot] = occupant
 
     def experts(self) -> I64:
@@ -85,6 +85,8 @@ class Arena:
         self.parts = parts
         self.floor_slots = min(floor_slots, n)
         self.place: I64 = np.full((n, 3), NOWHERE, np.int64)  # part, slab, slot
+        self._slot_of: list[Slot | None] = [None] * n  # the same; an array's single items are slow to read
+        self._slot_bytes: list[int] = geometry.slot_bytes.tolist()
         self.home: I64 = np.full((n, 2), NOWHERE, np.int64)  # slab, slot in the homes range
         self.home_ready: Bool = np.zeros(n, np.bool_)
         self.heat: F64 = np.zeros(n, np.float64)
@@ -117,6 +119,7 @@ class Arena:
             raise ValueError(f"{slot} is not of expert {expert}'s size")
         self.vacate(expert)
         slab.put(slot.slot, expert)
+        self._slot_of[expert] = slot
         self.place[expert] = slot
 
     def vacate(self, expert: int) -> None:
@@ -125,6 +128,7 @@ class Arena:
         if slot is not None:
             self.parts[slot.part].slabs[slot.slab].put(slot.slot, BUSY)
             self.place[expert] = NOWHERE
+            self._slot_of[expert] = None
 
     def release(self, slot: Slot) -> None:
         """BUSY -> EMPTY: no step reads it any more, or its filling was given up."""
@@ -132,7 +136,7 @@ class Arena:
 
     def _expect(self, slot: Slot, occupant: int, what: str) -> SlabSlots:
         slab = self.parts[slot.part].slabs[slot.slab]
-        if slab.occupants[slot.slot] != occupant:
+        if slab.occupants.item(slot.slot) != occupant:
             raise ValueError(f"{slot} is not {what}")
         return slab
 
@@ -140,12 +144,11 @@ class Arena:
 
     def slot_of(self, expert: int) -> Slot | None:
         """Where an expert is on a device."""
-        part, slab, slot = map(int, self.place[expert])
-        return None if part == NOWHERE else Slot(part, slab, slot)
+        return self._slot_of[expert]
 
     def slot_bytes(self, expert: int) -> int:
         """The size class of an expert."""
-        return int(self.geometry.slot_bytes[expert])
+        return self._slot_bytes[expert]
 
     @property
     def resident(self) -> Bool:
@@ -194,6 +197,7 @@ class Arena:
                     if expert >= 0:
                         found += 1
                         assert tuple(self.place[expert]) == (p, index, slot), f"expert {expert} is not where it says"
+                        assert self.slot_of(int(expert)) == (p, index, slot), "places disagree"
                         assert slab.slot_bytes == self.slot_bytes(int(expert)), "a slot of another size class"
                 assert slab.empty == int((slab.occupants == EMPTY).sum()), "empty slots are miscounted"
                 assert slab.busy == int((slab.occupants == BUSY).sum()), "busy slots are miscounted"

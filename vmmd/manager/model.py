@@ -131,7 +131,7 @@ class Model:
         return list(zip(*lists, strict=True))
 
     def _home_at(self, expert: int) -> tuple[Slab, int]:
-        slab_index, slot = (int(x) for x in self.arena.home[expert])
+        slab_index, slot = self.arena.home[expert].tolist()
         return self.slab(self.homes.slabs[slab_index]), slot * self.arena.slot_bytes(expert)
 
     def slot_piece(self, expert: int, slot: Slot) -> Piece:
