@@ -197,8 +197,8 @@ class Arena:
                     if expert >= 0:
                         found += 1
                         assert tuple(self.place[expert]) == (p, index, slot), f"expert {expert} is not where it says"
-                        assert self.slot_of(int(expert)) == (p, index, slot), "places disagree"
                         assert slab.slot_bytes == self.slot_bytes(int(expert)), "a slot of another size class"
+                        assert self.slot_of(int(expert)) == (p, index, slot), "places disagree"
                 assert slab.empty == int((slab.occupants == EMPTY).sum()), "empty slots are miscounted"
                 assert slab.busy == int((slab.occupants == BUSY).sum()), "busy slots are miscounted"
         assert found == int(self.resident.sum()), "an expert is resident in no slot"
