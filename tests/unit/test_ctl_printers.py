@@ -12,7 +12,9 @@ from vmmd.ctl.status import as_dict
 
 def _parts() -> list[admin_pb2.StatusPart]:
     daemon = admin_pb2.DaemonStatus(epoch=1 << 60, pid=7, version="0.1.0", driver="host", uptime_s=61)
-    device = admin_pb2.DeviceStatus(uuid="HOST-SIM-0", name="host", total_bytes=1 << 30, kv_bytes=3 << 20, state="ok")
+    device = admin_pb2.DeviceStatus(
+        uuid="HOST-SIM-0", name="host", total_bytes=1 << 30, kv_bytes=3 << 20, state="ok", numa_node=-1
+    )
     model = admin_pb2.ModelStatus(name="evil\x1b[31m[bold]x", experts=96, resident=72, stuck_pids=[9])
     sessions = [admin_pb2.SessionStatus(pid=i, user="u", executable="/bin/x", state="idle") for i in (11, 12)]
     return [
@@ -39,6 +41,22 @@ def test_table_escapes_names_and_has_no_colour_in_a_pipe(capsys: pytest.CaptureF
     assert r"evil\x1b[31m[bold]x" in out
     assert "72 of 96" in out
     assert "reader 9 is behind" in out
+
+
+def test_nodes_and_quarantines_are_shown_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
+    """A host with several memory nodes shows each device's; held memory is shown with pid and age."""
+    parts = _parts()
+    print_status(as_dict(parts))
+    out = capsys.readouterr().out
+    assert " node" not in out.split("models")[0].splitlines()[1]
+    assert "quarantined on" not in out
+    parts[0].devices[0].numa_node = 1
+    parts[0].quarantines.add(device_uuid="HOST-SIM-0", bytes=2 << 20, session_id=5, pid=4711, age_s=62)
+    print_status(as_dict(parts))
+    out = capsys.readouterr().out
+    assert " node" in out.splitlines()[1]
+    (row,) = [line for line in out.splitlines() if "4711" in line]
+    assert "2 MiB" in row and "1m02s" in row
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,10 @@ def print_status(snapshot: dict[str, Any]) -> None:
         f"up {duration(daemon['uptime_s'])}{state}"
     )
     is_wide = console.width >= _WIDTH_OF_ALL
-    for title, columns in (("devices", _DEVICES), ("models", _MODELS), ("sessions", _SESSIONS)):
+    devices: tuple[_Column, ...] = _DEVICES
+    if any(device["numa_node"] >= 0 for device in snapshot["devices"]):
+        devices = (*_DEVICES, _Column("node", lambda d: str(d["numa_node"]) if d["numa_node"] >= 0 else "-", True))
+    for title, columns in (("devices", devices), ("models", _MODELS), ("sessions", _SESSIONS)):
         rows = snapshot[title]
         console.print(_table(columns, rows, is_wide=is_wide) if rows else f"no {title}")
     if snapshot["quarantines"]:

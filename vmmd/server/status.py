@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 from strata_api.v1 import admin_pb2, pages
 
@@ -63,7 +64,15 @@ def _device(manager: Manager, record: DeviceRecord) -> admin_pb2.DeviceStatus:
         unmanaged_bytes=record.unmanaged_bytes,
         free_slab_bytes=free_slabs,
         state="failed" if record.failed else "ok",
+        numa_node=_numa_node(manager, record.uuid),
     )
+
+
+def _numa_node(manager: Manager, uuid: str) -> int:
+    """The node of a device's slabs; -1 where there is none to tell, as on a host with one node."""
+    nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
+    node = next(i.numa_node for i in manager.driver.devices() if i.uuid == uuid)
+    return -1 if node is None or len(nodes) < 2 else node
 
 
 def _model(manager: Manager, model: Model) -> admin_pb2.ModelStatus:

@@ -41,7 +41,7 @@ class DaemonStatus(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., driver: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ...) -> None: ...
 
 class DeviceStatus(_message.Message):
-    __slots__ = ("uuid", "name", "is_host", "slab_bytes", "total_bytes", "cap_bytes", "free_bytes", "kv_bytes", "experts_bytes", "weights_bytes", "revoking_bytes", "quarantined_bytes", "unmanaged_bytes", "free_slab_bytes", "state")
+    __slots__ = ("uuid", "name", "is_host", "slab_bytes", "total_bytes", "cap_bytes", "free_bytes", "kv_bytes", "experts_bytes", "weights_bytes", "revoking_bytes", "quarantined_bytes", "unmanaged_bytes", "free_slab_bytes", "state", "numa_node")
     UUID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     IS_HOST_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class DeviceStatus(_message.Message):
     UNMANAGED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    NUMA_NODE_FIELD_NUMBER: _ClassVar[int]
     uuid: str
     name: str
     is_host: bool
@@ -72,7 +73,8 @@ class DeviceStatus(_message.Message):
     unmanaged_bytes: int
     free_slab_bytes: int
     state: str
-    def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., is_host: bool = ..., slab_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., cap_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., experts_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., revoking_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., unmanaged_bytes: _Optional[int] = ..., free_slab_bytes: _Optional[int] = ..., state: _Optional[str] = ...) -> None: ...
+    numa_node: int
+    def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., is_host: bool = ..., slab_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., cap_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., experts_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., revoking_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., unmanaged_bytes: _Optional[int] = ..., free_slab_bytes: _Optional[int] = ..., state: _Optional[str] = ..., numa_node: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
     __slots__ = ("model_id", "name", "uid", "domain", "experts", "resident", "homes", "slots", "heat_covered", "weights_bytes", "experts_bytes", "sessions", "generation", "stale", "stuck_pids")
