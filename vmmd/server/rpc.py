@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import grpc
@@ -109,6 +109,12 @@ def streaming(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncI
     return call
 
 
+@cache
+def _bound() -> Any:
+    """The logger as configured; resolving it anew costs each call as much as its answer."""
+    return log.bind()
+
+
 def _log(method: str, code: str, began: float) -> None:
-    emit = log.debug if code == "ok" else log.info
+    emit = _bound().debug if code == "ok" else log.info
     emit("rpc", method=method, code=code, duration_ms=round((time.perf_counter() - began) * 1e3, 3))
