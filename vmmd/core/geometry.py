@@ -22,7 +22,6 @@ EXPERTS_MAX = 1 << 20
 EXPERT_BYTES_MAX = 1 << 40
 """Of one matrix; the slots of all experts together then fit 64 bits."""
 
-FILES_MAX = 1024
 EXTENTS_MAX = 1 << 20
 
 I64 = npt.NDArray[np.int64]

@@ -22,9 +22,11 @@ Contract, tested on every driver by ``tests/unit/test_driver_contract.py``:
   no mapping can be taken from a living process. `held_elsewhere` tells.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from vmmd.errors import InvalidRequest
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,17 @@ class Reservation(Protocol):
 
     def close(self) -> None:
         """Unmaps everything and gives the addresses back."""
+
+
+def check_room(first_index: int, count: int, slabs_max: int, mapped: Container[int]) -> None:
+    """Refuses to map slabs outside a range, or where one is mapped already. Errors: `InvalidRequest`."""
+    if first_index < 0 or first_index + count > slabs_max:
+        raise InvalidRequest(
+            f"slabs {first_index} to {first_index + count - 1} lie outside a range of {slabs_max} slabs"
+        )
+    taken = [index for index in range(first_index, first_index + count) if index in mapped]
+    if taken:
+        raise InvalidRequest(f"slab {taken[0]} of this range is mapped already")
 
 
 class Mapper(Protocol):

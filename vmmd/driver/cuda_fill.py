@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from vmmd.driver.base import FileSource
 from vmmd.driver.cuda_calls import Gpu, call
-from vmmd.driver.host_memfd import _read_into
+from vmmd.driver.host_memfd import read_into
 from vmmd.errors import DriverError
 
 PITCH_MAX_BYTES = (1 << 31) - 1
@@ -287,7 +287,7 @@ class Filler:
         with self._on(gpu):
             while True:
                 if chunk.source_gpu is None:
-                    _read_into(lane.buffer[: chunk.height * chunk.row_bytes], chunk.fd, chunk.source)
+                    read_into(lane.buffer[: chunk.height * chunk.row_bytes], chunk.fd, chunk.source)
                 self._write_chunk(lane, chunk, stream)
                 following = _pop(todo)
                 if following is None or following.gpu is not gpu or following.source_gpu is not None:

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from vmmd.driver import cuda_calls
+from vmmd.driver.base import check_room
 from vmmd.driver.cuda_calls import Gpu, PeerAccess, call
 from vmmd.driver.host_memfd import HostReservation
 from vmmd.errors import DriverError, InvalidRequest, NotFound
@@ -246,13 +247,7 @@ class CudaReservation:
     def _check_room(self, first_index: int, count: int) -> None:
         if not self._open:
             raise InvalidRequest("this range is closed")
-        if first_index < 0 or first_index + count > self.slabs_max:
-            raise InvalidRequest(
-                f"slabs {first_index} to {first_index + count - 1} lie outside a range of {self.slabs_max} slabs"
-            )
-        taken = [index for index in range(first_index, first_index + count) if index in self._mapped]
-        if taken:
-            raise InvalidRequest(f"slab {taken[0]} of this range is mapped already")
+        check_room(first_index, count, self.slabs_max, self._mapped)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from vmmd.driver import cuda_calls
 from vmmd.driver.base import Copy, DeviceInfo, DeviceMemory, FileSource, Slab
 from vmmd.driver.cuda_calls import Gpu, PeerAccess, call
 from vmmd.driver.cuda_fill import Filler, Piece, Place, Rows, merge
-from vmmd.driver.host_memfd import HOST_UUID, HostDriver, HostReservation, _check_bounds, _create_failed
+from vmmd.driver.host_memfd import HOST_UUID, HostDriver, HostReservation, check_bounds, create_failed
 from vmmd.errors import DriverError, Exhausted, InvalidRequest, NoDevice, NotFound
 
 FRESH_CHECK_BYTES = 64 << 20
@@ -169,7 +169,7 @@ class CudaDriver:
         try:
             return os.dup(allocation.fd)
         except OSError as error:
-            raise _create_failed(error, slab.size_bytes) from error
+            raise create_failed(error, slab.size_bytes) from error
 
     def held_elsewhere(self, slab: Slab) -> bool | None:
         """None: CUDA does not tell."""
@@ -188,7 +188,7 @@ class CudaDriver:
         for copy in copies:  # many thousands, so each may take a microsecond or two
             slab, offset_bytes, length_bytes, source = copy.target, copy.offset_bytes, copy.length_bytes, copy.source
             if offset_bytes < 0 or length_bytes < 0 or offset_bytes + length_bytes > slab.size_bytes:
-                _check_bounds(slab, offset_bytes, length_bytes)
+                check_bounds(slab, offset_bytes, length_bytes)
             target: _Allocation = slab.handle
             if isinstance(source, FileSource):
                 if target is not last[0] or source.fd != last[1]:
@@ -198,7 +198,7 @@ class CudaDriver:
                 if length_bytes:
                     some.append((source.offset_bytes, offset_bytes, length_bytes))
             else:
-                _check_bounds(source.slab, source.offset_bytes, length_bytes)
+                check_bounds(source.slab, source.offset_bytes, length_bytes)
                 home: _Allocation = source.slab.handle
                 slabs[target], slabs[home] = slab, source.slab
                 if not from_slabs or from_slabs[-1][:2] != (target, home) or target is home:
@@ -219,7 +219,7 @@ class CudaDriver:
 
     def read(self, slab: Slab, offset_bytes: int, length_bytes: int) -> bytes:
         """A copy of the slab's bytes, by the copy engine."""
-        _check_bounds(slab, offset_bytes, length_bytes)
+        check_bounds(slab, offset_bytes, length_bytes)
         return self._filler.read(self._slab_place(slab) + offset_bytes, length_bytes)
 
     def destroy(self, slab: Slab) -> None:
@@ -460,4 +460,4 @@ def _check_descriptors(size_bytes: int) -> None:
             for _ in range(2):
                 stack.callback(os.close, os.open("/dev/null", os.O_RDONLY))
     except OSError as error:
-        raise _create_failed(error, size_bytes) from error
+        raise create_failed(error, size_bytes) from error

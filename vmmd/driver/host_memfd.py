@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vmmd.driver.base import Copy, DeviceInfo, DeviceMemory, FileSource, ShortRead, Slab, SlabSource
+from vmmd.driver.base import Copy, DeviceInfo, DeviceMemory, FileSource, ShortRead, Slab, SlabSource, check_room
 from vmmd.errors import DriverError, Exhausted, InvalidRequest, NotFound
 
 HOST_UUID = "HOST-RAM"
@@ -150,7 +150,7 @@ class HostDriver:
             handle = _Memfd(_create_memfd(size_bytes))
         except OSError as error:
             self._uncount(device_uuid, size_bytes)
-            raise _create_failed(error, size_bytes) from error
+            raise create_failed(error, size_bytes) from error
         except BaseException:
             self._uncount(device_uuid, size_bytes)
             raise
@@ -167,7 +167,7 @@ class HostDriver:
         try:
             return _reopen(_fd(slab), os.O_RDWR if writable else os.O_RDONLY)
         except OSError as error:
-            raise _create_failed(error, slab.size_bytes) from error
+            raise create_failed(error, slab.size_bytes) from error
 
     def held_elsewhere(self, slab: Slab) -> bool | None:
         """Whether any other descriptor, mapping or message in flight holds the slab; 6 µs.
@@ -193,9 +193,9 @@ class HostDriver:
         """
         by_target: dict[_Memfd, list[Copy]] = {}
         for copy in copies:
-            _check_bounds(copy.target, copy.offset_bytes, copy.length_bytes)
+            check_bounds(copy.target, copy.offset_bytes, copy.length_bytes)
             if isinstance(copy.source, SlabSource):
-                _check_bounds(copy.source.slab, copy.source.offset_bytes, copy.length_bytes)
+                check_bounds(copy.source.slab, copy.source.offset_bytes, copy.length_bytes)
             by_target.setdefault(copy.target.handle, []).append(copy)
         jobs = list(by_target.values())
         if len(jobs) < 2 or sum(copy.length_bytes for copy in copies) < _THREADS_FROM_BYTES:
@@ -214,9 +214,9 @@ class HostDriver:
 
     def read(self, slab: Slab, offset_bytes: int, length_bytes: int) -> bytes:
         """A copy of the slab's bytes."""
-        _check_bounds(slab, offset_bytes, length_bytes)
+        check_bounds(slab, offset_bytes, length_bytes)
         data = bytearray(length_bytes)
-        _read_into(memoryview(data), _fd(slab), offset_bytes)
+        read_into(memoryview(data), _fd(slab), offset_bytes)
         return bytes(data)
 
     def destroy(self, slab: Slab) -> None:
@@ -335,13 +335,7 @@ class HostReservation:
     def _check_room(self, first_index: int, count: int) -> None:
         if not self._open:
             raise InvalidRequest("this range is closed")
-        if first_index < 0 or first_index + count > self.slabs_max:
-            raise InvalidRequest(
-                f"slabs {first_index} to {first_index + count - 1} lie outside a range of {self.slabs_max} slabs"
-            )
-        taken = [index for index in range(first_index, first_index + count) if index in self._mapped]
-        if taken:
-            raise InvalidRequest(f"slab {taken[0]} of this range is mapped already")
+        check_room(first_index, count, self.slabs_max, self._mapped)
 
     def _check_slab(self, fd: int) -> None:
         """Only a memfd of exactly this size that nobody can shrink: touching it never raises SIGBUS."""
@@ -389,7 +383,8 @@ def _fd(slab: Slab) -> int:
     return fd
 
 
-def _check_bounds(slab: Slab, offset_bytes: int, length_bytes: int) -> None:
+def check_bounds(slab: Slab, offset_bytes: int, length_bytes: int) -> None:
+    """Refuses bytes outside a slab. Errors: `InvalidRequest`."""
     if offset_bytes < 0 or length_bytes < 0 or offset_bytes + length_bytes > slab.size_bytes:
         raise InvalidRequest(f"{length_bytes} bytes at {offset_bytes} lie outside a slab of {slab.size_bytes} bytes")
 
@@ -403,10 +398,11 @@ def _fill_slab(copies: Sequence[Copy]) -> None:
             source = copy.source
             fd = source.fd if isinstance(source, FileSource) else _fd(source.slab)
             with window[copy.offset_bytes : copy.offset_bytes + copy.length_bytes] as part:
-                _read_into(part, fd, source.offset_bytes)
+                read_into(part, fd, source.offset_bytes)
 
 
-def _read_into(buffer: memoryview, fd: int, offset_bytes: int) -> None:
+def read_into(buffer: memoryview, fd: int, offset_bytes: int) -> None:
+    """Fills a buffer from a file, however short single reads are. Errors: `ShortRead`, `OSError`."""
     done = 0
     while done < len(buffer):
         count = os.preadv(fd, [buffer[done:]], offset_bytes + done)
@@ -459,7 +455,7 @@ def _driver_error(call: str, error: OSError, detail: str = "") -> DriverError:
     return DriverError(f"{call} failed with {name}{detail}", call, code, name)
 
 
-def _create_failed(error: OSError, size_bytes: int) -> Exhausted | DriverError:
+def create_failed(error: OSError, size_bytes: int) -> Exhausted | DriverError:
     """What went short: descriptors and memory are never mixed up."""
     if error.errno == errno.EMFILE:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

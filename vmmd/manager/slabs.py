@@ -166,7 +166,6 @@ class Slabs:
 
     async def _carry_out(self, plan: arbiter.Plan, requests: Sequence[arbiter.Request]) -> Provided:
         now = time.monotonic()
-        got: list[int] = []  # slab ids in FREE that are ours; leased below, at once
         fresh: list[int] = []  # of them, not created physically yet
         free_slabs = 0
         begun: list[tuple[Model, arbiter.ArenaTrade, int]] = []
@@ -181,13 +180,8 @@ class Slabs:
             fresh += new
             for slab_id in [*device.reuse, *new]:
                 leases.lease(slab_id, now)
-                got.append(slab_id)
             free_slabs += len(device.reuse) + len(new)
-            for trade in device.trades:
-                for slab_id in trade.slab_ids:
-                    self._ledger.begin_revoke(slab_id, now)
-                model = self._manager.models[trade.model_id]
-                begun.append((model, trade, model.begin(trade)))
+            begun += self._begin(device.trades)
         domains = {d.device: d.domain for d in plan.devices}
         results = await asyncio.gather(
             self._create(fresh),
@@ -226,6 +220,16 @@ class Slabs:
             for model, trade, _ in begun
         ]
         return Provided(leases.placed, free_slabs, trades)
+
+    def _begin(self, trades: Sequence[arbiter.ArenaTrade]) -> list[tuple[Model, arbiter.ArenaTrade, int]]:
+        """Takes the slabs of trades out of others' reach, at once; returns each with its generation."""
+        begun = []
+        for trade in trades:
+            for slab_id in trade.slab_ids:
+                self._ledger.begin_revoke(slab_id, time.monotonic())
+            model = self._manager.models[trade.model_id]
+            begun.append((model, trade, model.begin(trade)))
+        return begun
 
     async def _finish(self, model: Model, trade: arbiter.ArenaTrade, generation: int) -> None:
         """One arena gives its slabs: nobody reads them afterwards; on an error they are back with the arena."""
@@ -456,13 +460,7 @@ class Slabs:
             for slab_id in plan.destroy:
                 if self._ledger.slabs[slab_id].state is SlabState.FREE:
                     self._destroy(slab_id)
-            begun = []
-            for trade in plan.trades:
-                for slab_id in trade.slab_ids:
-                    self._ledger.begin_revoke(slab_id, time.monotonic())
-                model = self._manager.models[trade.model_id]
-                begun.append((model, trade, model.begin(trade)))
-            for model, trade, generation in begun:
+            for model, trade, generation in self._begin(plan.trades):
                 try:
                     await self._finish(model, trade, generation)
                     gone = await self._revoke(model, trade)
