@@ -1,0 +1,69 @@
+// The input vector of decode's products, as the kernel before leaves it.
+//
+// Shapes, for n values, n a multiple of 16: `values` float32 [n]; `high`, `low` int8 [n] as words of four; `scales`,
+// `sums`, `squares` float32 [n / 16]. value = scale * (256 * high + low) but for the rounding to 16 bits, 2^-16 of the largest of the
+// 16 values. `sums` are those of the rounded values; `squares` are whatever the producer wants to have added up
+// (RMS norm: of the residual's values before the norm's weight).
+#pragma once
+
+#include "integers.cuh"
+
+namespace strata {
+
+constexpr int ACTIVATION_GROUP = 16;
+
+struct Activation {
+  float* values;
+  uint32_t* high;
+  uint32_t* low;
+  float* scales;
+  float* sums;
+  float* squares;
+
+  // Bytes that an activation of n values takes in one piece, in this order of members.
+  static __host__ __device__ constexpr int64_t size_bytes(int64_t n) { return n * 4 + n + n + 3 * (n / 16 * 4); }
+
+  // The activation of n values at `memory`, aligned to 16 bytes.
+  static __device__ __forceinline__ Activation at(uint8_t* memory, int n) {
+    Activation a;
+    a.values = reinterpret_cast<float*>(memory);
+    a.high = reinterpret_cast<uint32_t*>(memory + 4 * n);
+    a.low = a.high + n / 4;
+    a.scales = reinterpret_cast<float*>(a.low + n / 4);
+    a.sums = a.scales + n / 16;
+    a.squares = a.sums + n / 16;
+    return a;
+  }
+
+  // Stores group `group` (values 16 group ...) from one thread.
+  __device__ __forceinline__ void store(int group, const float (&v)[16], float square) const {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) largest = fmaxf(largest, fabsf(v[i]));
+    const float inverse = largest > 0.0f ? 32512.0f / largest : 0.0f;  // 127 * 256: the high plane fits int8
+    const float scale = largest / 32512.0f;
+    uint32_t high_words[4], low_words[4];
+    int sum = 0;
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      high_words[word] = low_words[word] = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int q = __float2int_rn(v[4 * word + i] * inverse);
+        sum += q;
+        high_words[word] |= (static_cast<uint32_t>((q + 128) >> 8) & 255u) << (8 * i);
+        low_words[word] |= (static_cast<uint32_t>(q) & 255u) << (8 * i);  // q - 256 high, as a signed byte
+      }
+    }
+    float4* to = reinterpret_cast<float4*>(values) + 4 * group;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+    reinterpret_cast<uint4*>(high)[group] = make_uint4(high_words[0], high_words[1], high_words[2], high_words[3]);
+    reinterpret_cast<uint4*>(low)[group] = make_uint4(low_words[0], low_words[1], low_words[2], low_words[3]);
+    scales[group] = scale;
+    sums[group] = scale * static_cast<float>(sum);
+    squares[group] = square;
+  }
+};
+
+}  // namespace strata
