@@ -8,6 +8,7 @@ takes back is therefore unmapped between steps only.
 import mmap
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -37,6 +38,7 @@ class MappedRange:
         range_id: the daemon's number of it.
         slab_bytes: size of its slabs.
         mapped: indexes of the slabs that are mapped.
+        changes: how often that has changed.
     """
 
     def __init__(self, mapper: Mapper, range_: wire.Range, *, writable: bool) -> None:
@@ -45,6 +47,7 @@ class MappedRange:
         self.slab_bytes = range_.slab_bytes
         self.slabs_max = range_.slabs_max
         self.mapped: set[int] = set()
+        self.changes = 0
         self._writable = writable
         self._reservation = mapper.reserve(self.slab_bytes, self.slabs_max) if self.slabs_max else None
         self._view: U8 | None = None
@@ -87,6 +90,7 @@ class MappedRange:
                     raise InvalidRequest(f"a slab came for range {self.range_id}, which has no slabs")
                 self.unmap(indexes[start:stop])
                 run, left = left[: stop - start], left[stop - start :]
+                self.changes += 1
                 self._reservation.map(indexes[start], run, writable=self._writable)
                 self.mapped.update(indexes[start:stop])
         finally:
@@ -97,6 +101,7 @@ class MappedRange:
         """Unmaps those of these slabs that are mapped."""
         for index in indexes:
             if index in self.mapped and self._reservation is not None:
+                self.changes += 1
                 self.mapped.remove(index)
                 self._reservation.unmap(index)
 
@@ -134,45 +139,86 @@ def map_page(fd: int, size_bytes: int, *, writable: bool) -> U64:
 class Steps:
     """Publishes the steps of one attached model: see `strata_api.v1.pages`.
 
-    One step is in flight at a time, as the host computes synchronously.
+    The host computes synchronously, one step at a time, within `step`. A GPU has
+    several steps in flight: `publish` begins one, and the GPU itself retires it.
 
     Attributes:
-        lock: the session's, held while a step runs; what is mapped changes only under it.
+        lock: the session's, held while a step is published or runs on the host; what is mapped changes only under
+            it, and only while the model is idle.
+        drain: waits until no step is in flight; whoever publishes for a GPU puts it here.
+        line: the model's words of the session page, uint64 `[32]`.
     """
 
-    def __init__(self, line: U64, table: U64, lock: threading.Lock, between: Callable[[], None]) -> None:
-        """Takes the model's line of the session page, uint64 `[32]`, and its residency table.
-
-        `between` is called with the lock held before each step: it carries out
-        changes that wait for a moment between steps.
-        """
+    def __init__(self, line: U64, table: U64, lock: threading.Lock, changes: "Changes") -> None:
+        """Takes the model's line of the session page, its residency table, and what changes between steps."""
         self.lock = lock
-        self._line = line
+        self.drain: Callable[[], None] = lambda: None
+        self.line = line
         self._table = table
-        self._between = between
+        self._changes = changes
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A step: residency entries may be read within it, and only there."""
+        """A step on the host: residency entries may be read within it, and only there."""
         with self.lock:
-            self._between()
-            number = int(self._line[pages.WORD_LAUNCHED]) + 1
-            self._line[pages.WORD_RING + number % pages.RING_WORDS] = self._table[pages.WORD_GENERATION]
-            self._line[pages.WORD_LAUNCHED] = number
+            number = self._publish()
             try:
                 yield
             finally:
-                self._line[pages.WORD_RETIRED] = number
+                self.line[pages.WORD_RETIRED] = number
+
+    def publish(self) -> int:
+        """Publishes a step that a GPU will retire, and returns its number.
+
+        Residency entries may be read for it from here on. Errors: what `drain` raises.
+        """
+        with self.lock:
+            return self._publish()
 
     @property
     def idle(self) -> bool:
         """Whether no step runs."""
-        return bool(self._line[pages.WORD_LAUNCHED] == self._line[pages.WORD_RETIRED])
+        return bool(self.line[pages.WORD_LAUNCHED] == self.line[pages.WORD_RETIRED])
 
     def count(self, tokens: int, cells: int) -> None:
         """Shows `tokens` more evaluated tokens, and `cells` cells in use."""
-        self._line[pages.WORD_TOKENS] += np.uint64(tokens)
-        self._line[pages.WORD_CELLS] = cells
+        self.line[pages.WORD_TOKENS] += np.uint64(tokens)
+        self.line[pages.WORD_CELLS] = cells
+
+    def _publish(self) -> int:
+        if self._changes.waiting:
+            self.drain()
+            self._changes.carry_out()
+        number = int(self.line[pages.WORD_LAUNCHED]) + 1
+        self.line[pages.WORD_RING + number % pages.RING_WORDS] = self._table[pages.WORD_GENERATION]
+        self.line[pages.WORD_LAUNCHED] = number
+        return number
+
+
+class Changes:
+    """Changes of mapped memory that wait for a moment between steps, in their order."""
+
+    def __init__(self, on_trouble: Callable[[str], None]) -> None:
+        """`on_trouble` takes a line for each that fails."""
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._on_trouble = on_trouble
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are any."""
+        return bool(self._waiting)
+
+    def add(self, change: Callable[[], None]) -> None:
+        """Takes one. Any thread."""
+        self._waiting.append(change)
+
+    def carry_out(self) -> None:
+        """Carries all out. Session's lock held, and no step in flight."""
+        while self._waiting:
+            try:
+                self._waiting.popleft()()
+            except (VmmError, OSError) as error:
+                self._on_trouble(f"a change of mapped memory failed: {error}")
 
 
 class Shape(NamedTuple):
@@ -201,7 +247,15 @@ class _Found(NamedTuple):
 
 
 class ClientMemory:
-    """Weights and experts of an opened model; implements `strata_client.models.base.Memory`."""
+    """Weights and experts of an opened model; implements `strata_client.models.base.Memory`.
+
+    Attributes:
+        arena: the arena's range on each device.
+        homes: the range of the experts' homes.
+        entries: the residency table's entries, uint64 `[n_layers * n_experts]`.
+        home_entries: where the homes are, alike.
+        heat: the heat page.
+    """
 
     def __init__(
         self,
@@ -221,12 +275,12 @@ class ClientMemory:
         if header != (pages.MAGIC, shape.n_layers, shape.n_experts):
             raise StaleGeneration("the daemon's residency table is not this model's: restart the daemon")
         self._shape = shape
-        self._arena = arena
-        self._homes = homes
-        self._entries = table[pages.HEADER_WORDS : pages.HEADER_WORDS + n]
-        self._home_entries = table[pages.HEADER_WORDS + n : pages.HEADER_WORDS + 2 * n]
+        self.arena = arena
+        self.homes = homes
+        self.entries = table[pages.HEADER_WORDS : pages.HEADER_WORDS + n]
+        self.home_entries = table[pages.HEADER_WORDS + n : pages.HEADER_WORDS + 2 * n]
         self._found: list[_Found | None] = [None] * n
-        self._heat = heat
+        self.heat = heat
         counts = heat[pages.HEADER_WORDS : pages.HEADER_WORDS + 2 * n]
         self._counts = counts.reshape(2, shape.n_layers, shape.n_experts)
         self._weights = weights
@@ -240,13 +294,17 @@ class ClientMemory:
         start, stop = self._extents[name]
         return self._weights.view[start:stop]
 
+    def weight_address(self, name: str) -> int:
+        """Where a tensor of the weights range begins for a GPU's kernels, aligned to 256 bytes."""
+        return self._weights.address + self._extents[name][0]
+
     def expert(self, layer: int, expert: int) -> ExpertBytes:
         """Raw bytes of an expert, from its home while its slot is not mapped here.
 
         Errors: `VmmError` if it has no place at all.
         """
         at = layer * self._shape.n_experts + expert
-        word = int(self._entries[at])
+        word = int(self.entries[at])
         found = self._found[at]
         if found is not None and found.value.entry == word and found.slab in found.mapped:
             return found.value
@@ -265,14 +323,14 @@ class ClientMemory:
         Errors: `VmmError` if it has no place at all.
         """
         at = layer * self._shape.n_experts + expert
-        place = self._find(int(self._entries[at]), layer, expert) or self.home(layer, expert)
+        place = self._find(int(self.entries[at]), layer, expert) or self.home(layer, expert)
         if place is None:
             raise VmmError(f"expert {expert} of layer {layer} is in no slab that this process has mapped")
         return place
 
     def home(self, layer: int, expert: int) -> Place | None:
         """Where an expert's copy in host slabs is; None while it has none."""
-        return self._find(int(self._home_entries[layer * self._shape.n_experts + expert]), layer, expert)
+        return self._find(int(self.home_entries[layer * self._shape.n_experts + expert]), layer, expert)
 
     def routed(self, layer: int, experts: I32, *, prompt: bool) -> None:
         """Counts heat: `experts` int32 `[n_tokens, top_k]` that a layer routed to."""
@@ -281,14 +339,14 @@ class ClientMemory:
 
     def count(self, tokens: int, *, prompt: bool) -> None:
         """Counts `tokens` that are about to be routed: the daemon relates heat to them."""
-        self._heat[pages.WORD_PROMPT if prompt else pages.WORD_DECODED] += np.uint64(tokens)
+        self.heat[pages.WORD_PROMPT if prompt else pages.WORD_DECODED] += np.uint64(tokens)
 
     def _find(self, word: int, layer: int, expert: int) -> Place | None:
         entry = pages.unpack(word)
         if entry.tier == pages.TIER_HOST:
-            range_ = self._homes
-        elif entry.tier == pages.TIER_DEVICE and entry.device < len(self._arena):
-            range_ = self._arena[entry.device]
+            range_ = self.homes
+        elif entry.tier == pages.TIER_DEVICE and entry.device < len(self.arena):
+            range_ = self.arena[entry.device]
         else:
             return None
         if entry.slab not in range_.mapped:
@@ -299,24 +357,28 @@ class ClientMemory:
         return Place(word, range_, entry.slab, (base + gate, base + up, base + down), sizes)
 
 
+KV_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 1.0625}
+"""Bytes a value takes in a K/V cell. The host computes in f32, a GPU in the others; q8_0 has a float16 scale for 32."""
+
+
 class CellShape(NamedTuple):
     """What a K/V cell consists of."""
 
     n_layers: int
     n_kv_heads: int
     head_dim: int
+    type: str = "f32"
 
     @property
     def size_bytes(self) -> int:
-        """K and V of all layers, float32."""
-        return self.n_layers * 2 * self.n_kv_heads * self.head_dim * 4
+        """K and V of all layers."""
+        return int(self.n_layers * 2 * self.n_kv_heads * self.head_dim * KV_BYTES[self.type])
 
 
 class KVRange:
-    """A sequence's cells; implements `strata_client.models.base.KVCache`.
+    """A sequence's cells; implements `strata_client.models.base.KVCache` where they are float32.
 
-    A slab holds `cells_per_slab` cells as float32
-    `[layer][K or V][cell][kv_head][head_dim]`.
+    A slab holds `cells_per_slab` cells as `[layer][K or V][cell][kv_head][head_dim]`.
     """
 
     def __init__(self, range_: MappedRange, cell: CellShape) -> None:

@@ -7,7 +7,7 @@ usable, only growing fails from then on.
 
 import queue
 import threading
-from collections import deque
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from strata_client import connection
 from strata_client.mapping import (
     Batch,
     CellShape,
+    Changes,
     ClientMemory,
     KVRange,
     MappedRange,
@@ -43,6 +44,7 @@ PART_ENTRIES_MAX = 1000
 """Entries of the geometry in one message: a fraction of gRPC's 4 MB."""
 
 _GIVE_BACK_TIMEOUT_S = 2
+_BETWEEN_STEPS_S = 0.0005
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Session:
         self._private = private
         self._lock = threading.Lock()  # of everything mapped: never held while the daemon is waited for
         self._order = threading.Lock()  # of the daemon's changes: taken before any other
-        self._changes: deque[Callable[[], None]] = deque()
+        self._changes = Changes(self.troubles.append)
+        self._steps: list[Steps] = []
         self._early: list[wire.WatchEvent] = []
         self._ranges: dict[int, MappedRange] = {}
         self._models: list[int] = []
@@ -167,7 +170,8 @@ class Session:
             raise VmmError("the daemon granted the model without its residency table or heat page")
         membarrier.register()
         line = self._page[opened.attachment * pages.LINE_WORDS :][: pages.LINE_WORDS]
-        steps = Steps(line, batch.table, self._lock, self._apply_changes)
+        steps = Steps(line, batch.table, self._lock, self._changes)
+        self._steps.append(steps)
         memory = ClientMemory(shape, weights, arena, homes, batch.table, batch.heat)
         resident_bytes = sum(len(range_.mapped) * range_.slab_bytes for range_ in arena)
         return OpenedModel(opened.model_id, memory, steps, opened.shared, resident_bytes)
@@ -305,17 +309,13 @@ class Session:
 
     def _change(self, change: Callable[[], None]) -> None:
         """Changes what is mapped between two steps: now, or at the next step's beginning if that comes first."""
-        self._changes.append(change)
-        with self._lock:
-            self._apply_changes()
-
-    def _apply_changes(self) -> None:
-        """Carries out changes in their order. Lock held."""
-        while self._changes:
-            try:
-                self._changes.popleft()()
-            except (VmmError, OSError) as error:
-                self.troubles.append(f"a change of mapped memory failed: {error}")
+        self._changes.add(change)
+        while self._changes.waiting:
+            with self._lock:
+                if all(steps.idle for steps in self._steps):
+                    self._changes.carry_out()
+                    return
+            time.sleep(_BETWEEN_STEPS_S)  # a GPU's steps end by themselves
 
 
 def mapper_of(device_uuid: str, computing_uuid: str) -> Mapper:

@@ -301,9 +301,9 @@ class CudaClient(Client):
         """How many experts of the last model are in slots of each of its devices."""
         model, opened = self.models[-1], self.opened[-1]
         with opened.steps.step():
-            entries = [pages.unpack(int(word)) for word in opened.memory._entries[: model.n]]
+            entries = [pages.unpack(int(word)) for word in opened.memory.entries[: model.n]]
         devices = [entry.device for entry in entries if entry.tier == pages.TIER_DEVICE]
-        return [devices.count(i) for i in range(len(opened.memory._arena))]
+        return [devices.count(i) for i in range(len(opened.memory.arena))]
 
     # K/V
 
@@ -406,7 +406,7 @@ class CudaClient(Client):
             "began": began,
             "ended": ended,
             "homes": spent.get(memory._homes.range_id, 0.0),
-            "arena": sum(spent.get(range_.range_id, 0.0) for range_ in memory._arena),
+            "arena": sum(spent.get(range_.range_id, 0.0) for range_ in memory.arena),
         }
 
     def time_give_back(self, slabs: int, timeout_s: float = 60, at: int = 0) -> dict[str, float]:
@@ -415,7 +415,7 @@ class CudaClient(Client):
         Returns when the call began, when the first expert came and when the last
         did, in s of the monotonic clock, and how many came between.
         """
-        entries, n = self.opened[-1].memory._entries, self.models[-1].n
+        entries, n = self.opened[-1].memory.entries, self.models[-1].n
         shift = np.uint64(62)
         before = int(np.count_nonzero(entries >> shift == pages.TIER_DEVICE))
         began = time.monotonic()

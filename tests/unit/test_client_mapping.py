@@ -10,6 +10,7 @@ from strata_api.v1 import pages
 
 from strata_client.mapping import (
     CellShape,
+    Changes,
     ClientMemory,
     KVRange,
     MappedRange,
@@ -174,7 +175,7 @@ def test_heat_counts_tokens_and_experts_apart_for_prompts() -> None:
     memory.routed(1, np.array([[0, 3]], np.int32), prompt=False)
     memory.count(2, prompt=True)
     memory.routed(0, np.array([[1, 2], [1, 3]], np.int32), prompt=True)
-    heat = memory._heat.tolist()
+    heat = memory.heat.tolist()
     assert heat[:2] == [1, 2]
     assert heat[8:16] == [0, 0, 0, 0, 1, 0, 0, 1]
     assert heat[16:] == [0, 2, 1, 1, 0, 0, 0, 0]
@@ -183,9 +184,11 @@ def test_heat_counts_tokens_and_experts_apart_for_prompts() -> None:
 def test_a_step_publishes_its_generation_and_retires() -> None:
     """Within a step the ring holds the table's generation; after it, also after an error, the client is idle."""
     line, table = np.zeros(pages.LINE_WORDS, np.uint64), _table(1, 1)
-    changes: list[int] = []
-    steps = Steps(line, table, threading.Lock(), lambda: changes.append(int(line[pages.WORD_LAUNCHED])))
+    seen: list[int] = []
+    changes = Changes(pytest.fail)
+    steps = Steps(line, table, threading.Lock(), changes)
     for number in range(1, 20):
+        changes.add(lambda: seen.append(int(line[pages.WORD_LAUNCHED])))
         table[pages.WORD_GENERATION] = 100 + number
         with pytest.raises(ZeroDivisionError), steps.step():
             assert not steps.idle
@@ -194,7 +197,32 @@ def test_a_step_publishes_its_generation_and_retires() -> None:
             assert line[pages.WORD_RING + number % 16] == 100 + number
             raise ZeroDivisionError
         assert steps.idle
-    assert changes == list(range(19))
+    assert seen == list(range(19))
+
+
+def test_changes_wait_until_a_gpu_s_steps_have_ended() -> None:
+    """A published step's memory changes only after it is retired, and a trouble stops no later change."""
+    line, table, troubles = np.zeros(pages.LINE_WORDS, np.uint64), _table(1, 1), list[str]()
+    changes = Changes(troubles.append)
+    steps = Steps(line, table, threading.Lock(), changes)
+    order: list[str] = []
+
+    def drain() -> None:
+        order.append("drained")
+        line[pages.WORD_RETIRED] = line[pages.WORD_LAUNCHED]
+
+    def fail() -> None:
+        raise VmmError("no")
+
+    steps.drain = drain
+    assert (steps.publish(), steps.publish()) == (1, 2)
+    assert order == []
+    changes.add(fail)
+    changes.add(lambda: order.append("changed"))
+    assert steps.publish() == 3
+    assert order == ["drained", "changed"]
+    assert troubles == ["a change of mapped memory failed: no"]
+    assert not steps.idle
 
 
 def test_kv_segments_cover_cells_in_order() -> None:

@@ -1,0 +1,90 @@
+"""Where kernels read each expert's matrices: the residency table as addresses.
+
+Kept between steps from what has changed: the daemon's entries, and the slabs that
+this process has mapped. A step's table is filled after the step was published, so
+the generation protocol keeps what it points to as it is until the step is retired.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from strata_api.v1 import pages
+
+from strata_client.mapping import U64, ClientMemory, MappedRange
+from vmmd.errors import VmmError
+
+I64 = npt.NDArray[np.int64]
+
+_SLOT_BITS, _SLAB_BITS, _DEVICE_BITS = np.uint64(22), np.uint64(32), np.uint64(8)
+
+
+class AddressTable:
+    """Addresses of all experts' matrices. For the thread that publishes steps.
+
+    Attributes:
+        words: uint64 `[n_layers, n_experts, 3]`: gate, up and down, as kernels read them.
+        in_host: bool `[n_layers, n_experts]`: the expert is read from host slabs.
+    """
+
+    def __init__(self, memory: ClientMemory, expert_bytes: I64) -> None:
+        """Takes the mapped model and its experts' sizes, int64 `[n_layers, n_experts, 3]`."""
+        shape = expert_bytes.shape[:2]
+        self.words: U64 = np.zeros((*shape, 3), np.uint64)
+        self.in_host = np.zeros(shape, np.bool_)
+        self._memory = memory
+        self._entries: U64 = np.zeros(shape[0] * shape[1], np.uint64)
+        self._changes = -1
+        ends = -(-expert_bytes // pages.ALIGN_BYTES) * pages.ALIGN_BYTES
+        ends = np.cumsum(ends.reshape(-1, 3), axis=1)
+        self._slot_bytes = ends[:, 2].astype(np.uint64)
+        self._offsets = np.concatenate([np.zeros((len(ends), 1), np.int64), ends[:, :2]], axis=1).astype(np.uint64)
+
+    def refresh(self) -> bool:
+        """Takes over what has changed; whether anything has. Within a published step only.
+
+        Errors: `VmmError` if an expert is in no slab that this process has mapped.
+        """
+        memory = self._memory
+        entries = memory.entries.copy()
+        changes = memory.homes.changes + sum(range_.changes for range_ in memory.arena)
+        if changes != self._changes:  # rare: something was mapped or unmapped, and any place may be meant
+            where = np.arange(len(entries))
+        else:
+            where = np.flatnonzero(entries != self._entries)
+        if len(where) == 0:
+            return False
+        bases = self._find(entries[where], where)
+        missing = bases == 0
+        homes = self._find(memory.home_entries[where[missing]], where[missing])
+        if np.any(homes == 0):
+            layer, expert = divmod(int(where[missing][np.argmin(homes)]), self.words.shape[1])
+            raise VmmError(f"expert {expert} of layer {layer} is in no slab that this process has mapped")
+        bases[missing] = homes
+        self.words.reshape(-1, 3)[where] = bases[:, None] + self._offsets[where]
+        tiers = entries[where] >> (_DEVICE_BITS + _SLAB_BITS + _SLOT_BITS)
+        self.in_host.reshape(-1)[where] = missing | (tiers == pages.TIER_HOST)
+        self._entries, self._changes = entries, changes
+        return True
+
+    def _find(self, words: U64, where: npt.NDArray[np.intp]) -> U64:
+        """Where the slots begin that entries name; 0 for what is not mapped here."""
+        tiers = words >> (_DEVICE_BITS + _SLAB_BITS + _SLOT_BITS)
+        devices = words >> (_SLAB_BITS + _SLOT_BITS) & np.uint64((1 << int(_DEVICE_BITS)) - 1)
+        slabs = (words >> _SLOT_BITS & np.uint64((1 << int(_SLAB_BITS)) - 1)).astype(np.int64)
+        slots = words & np.uint64((1 << int(_SLOT_BITS)) - 1)
+        bases: U64 = np.zeros(len(words), np.uint64)
+        ranges: Sequence[tuple[int, int, MappedRange]] = [
+            (pages.TIER_HOST, 0, self._memory.homes),
+            *((pages.TIER_DEVICE, i, range_) for i, range_ in enumerate(self._memory.arena)),
+        ]
+        for tier, device, range_ in ranges:
+            if not range_.mapped:
+                continue
+            mapped = np.zeros(range_.slabs_max + 1, np.bool_)
+            mapped[list(range_.mapped)] = True
+            chosen = (tiers == tier) & (devices == device) if tier == pages.TIER_DEVICE else tiers == tier
+            chosen &= mapped[np.minimum(slabs, range_.slabs_max)]
+            begin = slabs[chosen].astype(np.uint64) * np.uint64(range_.slab_bytes) + np.uint64(range_.address)
+            bases[chosen] = begin + slots[chosen] * self._slot_bytes[where[chosen]]
+        return bases

@@ -1,0 +1,89 @@
+"""The address table: residency entries as addresses."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from strata_api.v1 import pages
+
+from strata_client.gpu.address_table import AddressTable
+from vmmd.errors import VmmError
+
+SLAB = 1 << 21
+
+
+def _range(address: int, mapped: set[int]) -> Any:
+    return SimpleNamespace(address=address, mapped=mapped, slabs_max=8, slab_bytes=SLAB, changes=len(mapped))
+
+
+def _table(n_layers: int, n_experts: int, sizes: tuple[int, int, int]) -> tuple[Any, AddressTable]:
+    n = n_layers * n_experts
+    memory: Any = SimpleNamespace(
+        arena=[_range(1 << 40, {0, 1, 2}), _range(1 << 41, set())],
+        homes=_range(1 << 42, {0, 1, 2, 3}),
+        entries=np.array([pages.pack(pages.TIER_DEVICE, 0, i % 3, i // 3) for i in range(n)], np.uint64),
+        home_entries=np.array([pages.pack(pages.TIER_HOST, 0, i % 4, i // 4) for i in range(n)], np.uint64),
+    )
+    return memory, AddressTable(memory, np.tile(np.array(sizes, np.int64), (n_layers, n_experts, 1)))
+
+
+def _expected(memory: Any, word: int, sizes: tuple[int, int, int]) -> list[int]:
+    entry = pages.unpack(word)
+    gate, up, down, slot = pages.slot_layout(*sizes)
+    range_ = memory.homes if entry.tier == pages.TIER_HOST else memory.arena[entry.device]
+    base = range_.address + entry.slab * SLAB + entry.slot * slot
+    return [base + gate, base + up, base + down]
+
+
+def test_entries_become_addresses() -> None:
+    """Every matrix is found where slab, slot and the slot's layout put it; a second look finds nothing new."""
+    sizes = (300, 256, 10)
+    memory, table = _table(2, 6, sizes)
+    assert table.refresh()
+    words = table.words.reshape(-1, 3)
+    for i, word in enumerate(memory.entries.tolist()):
+        assert words[i].tolist() == _expected(memory, word, sizes)
+    assert not table.in_host.any()
+    assert not table.refresh()
+
+
+def test_changed_entries_are_taken_over() -> None:
+    """An evicted expert is read from its home and one that came back from its slot, the others stay."""
+    sizes = (512, 512, 512)
+    memory, table = _table(2, 6, sizes)
+    table.refresh()
+    before = table.words.copy()
+    memory.entries[4] = memory.home_entries[4]
+    assert table.refresh()
+    changed = np.argwhere((table.words != before).any(axis=2))
+    assert changed.tolist() == [[0, 4]]
+    assert table.words[0, 4].tolist() == _expected(memory, int(memory.home_entries[4]), sizes)
+    assert table.in_host[0, 4]
+    memory.entries[4] = pages.pack(pages.TIER_DEVICE, 0, 2, 7)
+    assert table.refresh()
+    assert table.words[0, 4].tolist() == _expected(memory, int(memory.entries[4]), sizes)
+    assert not table.in_host.any()
+
+
+def test_a_slab_that_is_not_mapped_is_read_from_home() -> None:
+    """Experts of an unmapped slab, or of a device that is not mapped at all, are read from their homes."""
+    sizes = (512, 512, 512)
+    memory, table = _table(1, 9, sizes)
+    memory.arena[0].mapped.remove(1)
+    memory.entries[2] = pages.pack(pages.TIER_DEVICE, 1, 0, 0)
+    table.refresh()
+    at_home = [bool(value) for value in table.in_host[0]]
+    assert at_home == [i == 2 or i % 3 == 1 for i in range(9)]
+    memory.arena[0].mapped.add(1)
+    memory.arena[0].changes += 1
+    assert table.refresh()
+    assert np.flatnonzero(table.in_host[0]).tolist() == [2]
+
+
+def test_an_expert_without_any_place_is_an_error() -> None:
+    """An expert that is neither in a mapped slab nor at home is named."""
+    memory, table = _table(2, 3, (512, 512, 512))
+    memory.entries[4] = memory.home_entries[4] = 0
+    with pytest.raises(VmmError, match="expert 1 of layer 1"):
+        table.refresh()
