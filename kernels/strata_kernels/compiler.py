@@ -81,7 +81,7 @@ def kernel_sources() -> tuple[Path, ...]:
     return tuple(sorted(SOURCES.glob("*.cu")))
 
 
-def compile_source(source: Path, architecture: str) -> Compiled:
+def compile_source(source: Path, architecture: str, types: Sequence[str] | None = None) -> Compiled:
     """Compiles one ``.cu`` file, or takes what an earlier call compiled.
 
     Any thread and process may call it at the same time as any other: at worst both compile.
@@ -89,16 +89,21 @@ def compile_source(source: Path, architecture: str) -> Compiled:
     Args:
         source: the file. What it includes with quotes lies beside it.
         architecture: like "sm_90".
+        types: tensor types that it must know, like "Q4_K", in any order; None for all. Ignored for a source that
+            reads no tensors by type.
 
     Errors: `CompileError` with NVRTC's log; `Unavailable`, which names what is not installed;
-    `InvalidRequest` for another kind of architecture.
+    `InvalidRequest` for another kind of architecture or type.
     """
     if not re.fullmatch(r"sm_\d+[af]?", architecture):
         raise InvalidRequest(f'architecture {architecture!r}: give one like "sm_90"')
     nvrtc, version = _nvrtc()
     texts = _with_includes(source)
     include = include_directory()
-    options = (*OPTIONS, f"--gpu-architecture={architecture}")
+    macros = types_macro(types)
+    if not any(b"STRATA_TYPES" in text for text in texts.values()):
+        macros = ()
+    options = (*OPTIONS, f"--gpu-architecture={architecture}", *(f"-D{macro}" for macro in macros))
     key = _digest(
         *(part for name, text in texts.items() for part in (name.encode(), text)),
         *(option.encode() for option in options),
@@ -112,6 +117,16 @@ def compile_source(source: Path, architecture: str) -> Compiled:
         _keep(directory, key, *found)
     cubin, log = found
     return Compiled(source.stem, architecture, cubin, log, parse_report(log))
+
+
+def types_macro(types: Sequence[str] | None) -> tuple[str, ...]:
+    """The definition that `cuda/types.cuh` reads, for `-D`; none for all types. Errors: `InvalidRequest`."""
+    if types is None:
+        return ()
+    for name in types:
+        if not re.fullmatch(r"[A-Z][A-Z0-9_]*", name):
+            raise InvalidRequest(f'tensor type {name!r}: give one like "Q4_K"')
+    return (f"STRATA_TYPES={' '.join(f'X({name})' for name in sorted(set(types)))}",)
 
 
 def compile_all(

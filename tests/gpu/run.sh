@@ -29,7 +29,7 @@ fi
 declare -A tests=(
   [contract]="-m gpu tests/unit tests/gpu/test_cuda_driver.py"
   [daemon]="-m gpu tests/gpu/test_daemon.py"
-  [kernels]="-m gpu tests/gpu --ignore=tests/gpu/test_daemon.py --ignore=tests/gpu/test_cuda_driver.py"
+  [kernels]="-m gpu tests/kernels tests/gpu --ignore=tests/gpu/test_daemon.py --ignore=tests/gpu/test_cuda_driver.py"
   [driver]="-s -m bench tests/bench/test_cuda_driver.py"
   [growth]="-s -m bench tests/bench/test_cuda_growth.py"
   [kernels-bench]="-s -m bench&gpu tests/bench --ignore=tests/bench/test_cuda_driver.py --ignore=tests/bench/test_cuda_growth.py"

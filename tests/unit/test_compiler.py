@@ -141,6 +141,31 @@ def test_changes_compile_again(compiled: list[str], cache: Path, source: Path, m
     assert len(compiled) == len(list(cache.glob("*.cubin"))) == 6
 
 
+def test_types(compiled: list[str], cache: Path, source: Path) -> None:
+    """Other tensor types are compiled anew where the source reads by type, whatever their order; a wrong name is refused."""
+    for types in (None, ["Q4_K"], ["F32"]):
+        compile_source(source, "sm_90", types)
+    assert len(compiled) == 1
+    source.write_text(SOURCE + "STRATA_TYPES\n")
+    for types in (None, ["Q4_K", "F32"], ["F32", "Q4_K", "F32"], ["Q4_K"]):
+        compile_source(source, "sm_90", types)
+    assert len(compiled) == 4
+    assert compiler.types_macro(["Q4_K", "F32"]) == ("STRATA_TYPES=X(F32) X(Q4_K)",)
+    with pytest.raises(InvalidRequest, match="tensor type"):
+        compile_source(source, "sm_90", ["Q4_K) X(F32"])
+
+
+def test_compiled_for_types(nvrtc: None, cache: Path, source: Path) -> None:
+    """The compiler sees exactly the types asked for."""
+    source.write_text(
+        "#define X(name) int has_##name;\nstruct Has { STRATA_TYPES };\n"
+        'extern "C" __global__ void copy(Has* has) { has->has_F32 = has->has_Q4_K; }\n'
+    )
+    assert compile_source(source, "sm_90", ["Q4_K", "F32"]).kernels
+    with pytest.raises(CompileError, match="has_F32"):
+        compile_source(source, "sm_90", ["Q4_K"])
+
+
 def test_include_of_an_include_counts(compiled: list[str], cache: Path, source: Path) -> None:
     """What an included file includes is part of the hash; files that include each other end."""
     (source.parent / "scale.cuh").write_text('#include "more.cuh"\n')

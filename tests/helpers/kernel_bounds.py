@@ -1,0 +1,26 @@
+"""How far each kernel may be from its numpy reference: norm(a - b) / norm(b), a the kernel's and b the reference's."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+BOUNDS = {
+    "dequantize": 0.0,
+}
+"""By operation. Zero: bit for bit."""
+
+
+def relative_error(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
+    """norm(a - b) / norm(b), in float64; NaN where either has one."""
+    wide = np.asarray(b, np.float64)
+    norm = float(np.linalg.norm(wide))
+    error = float(np.linalg.norm(np.asarray(a, np.float64) - wide))
+    return error / norm if norm > 0 else error
+
+
+def check(operation: str, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> None:
+    """Fails unless `a` is near enough to `b` for the operation."""
+    assert a.shape == b.shape, f"{operation}: shapes {a.shape} and {b.shape}"
+    error, bound = relative_error(a, b), BOUNDS[operation]
+    assert error <= bound, f"{operation}: relative error {error:.3g}, bound {bound:.3g}"

@@ -1,0 +1,40 @@
+"""Where the kernels of these tests run."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from strata_kernels import compiler
+
+from tests.helpers import cuda_host
+from tests.helpers.kernel_runner import GpuRunner, HostRunner, KernelRunner
+from tests.helpers.require_gpu import require_gpu
+
+
+@pytest.fixture(scope="session")
+def gpu_runner() -> Iterator[GpuRunner]:
+    """The first GPU, with the kernels that were loaded so far."""
+    require_gpu()
+    if missing := compiler.missing_features():
+        pytest.fail(f"kernels cannot be compiled here; missing: {'; '.join(missing)}")
+    runner = GpuRunner()
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(params=["host emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def kernels(request: pytest.FixtureRequest) -> Iterator[KernelRunner]:
+    """Runs kernels, on the host and on a GPU."""
+    if request.param == "gpu":
+        gpu: GpuRunner = request.getfixturevalue("gpu_runner")
+        yield gpu
+        gpu.forget()
+        return
+    if missing := cuda_host.missing_features():
+        reason = f"kernels cannot run on this host; missing: {'; '.join(missing)}"
+        if os.environ.get("STRATA_REQUIRE_HOST_COMPILER") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    runner = HostRunner()
+    yield runner
+    runner.close()
