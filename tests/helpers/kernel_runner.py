@@ -33,10 +33,10 @@ class _Memory(Protocol):
 class KernelRunner:
     """Runs kernels over copies of numpy arrays.
 
-    Before a run, every array that the arguments name, and every one whose `address` was asked for, is copied to where the
-    kernel finds it; after the run, it is filled from there, unless it is read-only. An array that lies
-    within one whose address was asked for is that part of it. What a kernel writes around an array is an
-    error. Arrays are contiguous; addresses are aligned to 16 bytes.
+    Before a run, every array that the arguments name, and every one whose `address` was asked for, is copied to
+    where the kernel finds it; after the run, it is filled from there, unless it is read-only. An array that lies
+    within one whose address was asked for is that part of it. What a kernel writes around an array is an error.
+    Arrays are contiguous; addresses are aligned to 16 bytes.
     """
 
     on_gpu: bool
@@ -110,7 +110,7 @@ class KernelRunner:
         at = array.ctypes.data
         for kept, memory in self._kept:
             offset = at - kept.ctypes.data
-            if array is kept or (0 <= offset and offset + array.nbytes <= kept.nbytes and array.nbytes > 0):
+            if array is kept or (offset >= 0 and offset + array.nbytes <= kept.nbytes and array.nbytes > 0):
                 return memory.address + offset
         return None
 

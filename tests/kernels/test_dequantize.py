@@ -42,7 +42,7 @@ def run(
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_dequantize_is_exact(kernels: KernelRunner, kind: GGMLQuantizationType) -> None:
-    """Each type's values are those of the gguf package, bit for bit, from loads inside the blocks, on any size of grid."""
+    """Each type's values are those of the gguf package, bit for bit, from loads inside the blocks, on any grid."""
     blocks = random_blocks(kind, 8192 if kernels.on_gpu else 2048)
     wanted = expected(blocks, kind)
     for n_grid in (-(-wanted.size // 8 // THREADS), 7, 1):

@@ -142,7 +142,7 @@ def test_changes_compile_again(compiled: list[str], cache: Path, source: Path, m
 
 
 def test_types(compiled: list[str], cache: Path, source: Path) -> None:
-    """Other tensor types are compiled anew where the source reads by type, whatever their order; a wrong name is refused."""
+    """Other types are compiled anew where the source reads by type, whatever their order; a wrong name is refused."""
     for types in (None, ["Q4_K"], ["F32"]):
         compile_source(source, "sm_90", types)
     assert len(compiled) == 1

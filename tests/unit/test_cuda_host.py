@@ -205,7 +205,7 @@ def test_accesses_beyond_a_buffer(host: HostKernels) -> None:
     memory.check()
     for place in (10, -1):
         host.launch("copy_at", 1, 1, [out, address, 0, place])
-        with pytest.raises(HostKernelError, match="written just (before|behind) a buffer of 40 bytes"):
+        with pytest.raises(HostKernelError, match=r"written just (before|behind) a buffer of 40 bytes"):
             memory.check()
 
 

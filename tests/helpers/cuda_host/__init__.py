@@ -1,9 +1,10 @@
 """Runs CUDA kernels on the host: the same sources, compiled by g++, a fiber for each thread of a block.
 
 `HostKernels.compile` makes a library of a ``.cu`` file and `HostKernels.launch` runs one of its kernels over the
-memory of numpy arrays. What a GPU leaves undefined is an error here where it is noticed: barriers and warp operations that
-some thread never reaches, misaligned accesses, reads and writes beyond `GuardedMemory`, undefined shifts. Shared
-memory holds NaNs at the start of each block, and so does what `copy_async` writes until it is waited for.
+memory of numpy arrays. What a GPU leaves undefined is an error here where it is noticed: barriers and warp
+operations that some thread never reaches, misaligned accesses, reads and writes beyond `GuardedMemory`, undefined
+shifts. Shared memory holds NaNs at the start of each block, and so does what `copy_async` writes until it is waited
+for.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import tempfile
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from strata_kernels.compiler import SOURCES, cache_directory, types_macro
@@ -166,10 +167,10 @@ class HostKernels:
 class GuardedMemory:
     """Memory that ends where an inaccessible page begins, aligned to 16 bytes; full of `POISON` at first.
 
-    Up to 15 bytes at its end and what lies before it in its first page are kept free: `check` finds what was written there.
+    Up to 15 bytes at its end and what lies before it in its first page stay free: `check` finds what was written there.
     """
 
-    _all: "weakref.WeakSet[GuardedMemory]" = weakref.WeakSet()
+    _all: "ClassVar[weakref.WeakSet[GuardedMemory]]" = weakref.WeakSet()
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
