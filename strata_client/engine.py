@@ -8,14 +8,16 @@ import numpy as np
 from strata_api.v1 import memory_pb2 as wire
 from strata_api.v1 import pages
 
+from strata_client import timings
 from strata_client.connection import NoDaemon, raise_descriptor_limit
 from strata_client.mapping import CellShape, KVRange, Shape, choose_slab_bytes
 from strata_client.models.base import F32
 from strata_client.models.gguf_file import ModelFile
 from strata_client.models.qwen3moe import Qwen3Moe
 from strata_client.output import Signals
+from strata_client.sampler import Sampler, SamplerOptions
 from strata_client.session import OpenedModel, Session, choose_device
-from vmmd.errors import Exhausted, LeaseRevoked, Unavailable, VmmError
+from vmmd.errors import Exhausted, InvalidRequest, LeaseRevoked, Unavailable, VmmError
 
 CHUNK_TOKENS = 64
 """Tokens of a prompt in one step."""
@@ -25,6 +27,9 @@ CELLS_AHEAD = 256
 
 CELLS_LOW = 64
 """With fewer cells left, decoding asks for more."""
+
+HOST_KV_TYPE = "f32"
+"""What a K/V cell holds on the host driver."""
 
 _RETRY_CELLS = 16
 
@@ -65,6 +70,10 @@ class Engine:
         self._say_verbose = say_verbose
         self._signals = signals
         self._ask_again_at = 0
+        self._sampler = Sampler(SamplerOptions())
+        self._seen: set[int] = set()
+        self._last: int | None = None  # chosen, but not evaluated
+        self._logits: F32
 
     def restart(self) -> None:
         """Begins a new sequence in the same memory."""
@@ -130,6 +139,25 @@ class Engine:
             logits = self.step(tokens[at : at + CHUNK_TOKENS], prompt=True)
         return logits
 
+    def begin(self, prompt: Sequence[int], options: SamplerOptions) -> None:
+        """Evaluates a prompt, at least one token, and takes how to choose those that follow it.
+
+        Errors: as `step`.
+        """
+        self._sampler, self._seen, self._last = Sampler(options), set(prompt), None
+        self._logits = self.prefill(prompt)
+
+    def next_token(self) -> int:
+        """The next token of the text. For each but the first, `has_room` is asked before.
+
+        Errors: as `step`; `ModelError` if the logits are not finite.
+        """
+        if self._last is not None:
+            self._seen.add(self._last)
+            self._logits = self.step([self._last], prompt=False)
+        self._last = self._sampler.sample(self._logits, self._seen)
+        return self._last
+
     def _grow(self, cells: int) -> bool:
         if self._kv.cells >= cells:
             return True
@@ -159,6 +187,7 @@ def open_engine(
     *,
     context: int,
     device: str | None,
+    kv_type: str | None,
     say: Say,
     say_verbose: Say,
     signals: Signals,
@@ -171,6 +200,7 @@ def open_engine(
         directories: runtime directories to look in.
         context: most cells of the sequence.
         device: what a user calls the device; None for the first.
+        kv_type: what a K/V cell shall hold; None for what suits the device.
         say: takes lines for the user; `say_verbose` those for the curious.
         signals: learns what is to be abandoned, and when a step runs.
         progress: called with bytes filled and bytes to fill.
@@ -182,7 +212,8 @@ def open_engine(
     cell = CellShape(params.n_layers, params.n_kv_heads, params.head_dim)
     weights = model.weight_extents()
     try:
-        session = Session.connect(directories)
+        with timings.stage("connect"):
+            session = Session.connect(directories)
     except NoDaemon:
         slots = [
             pages.slot_layout(*model.expert_bytes(layer, expert))[3]
@@ -190,11 +221,13 @@ def open_engine(
             for expert in range(params.n_experts)
         ]
         other_bytes = sum(extent.length_bytes for extent in weights) + context * cell.size_bytes
-        session = Session.private(choose_slab_bytes(slots, other_bytes, cell.size_bytes))
+        with timings.stage("start a daemon"):
+            session = Session.private(choose_slab_bytes(slots, other_bytes, cell.size_bytes))
         say(f"strata: no daemon at {directories[0]}; started a private one")
     try:
         signals.abandon = session.abandon
         chosen = choose_device(session.devices(), device)
+        check_host_kv_type(kv_type, chosen.uuid)
         begin = wire.Begin(
             name=str(model_file.metadata.get("general.name") or Path(model_file.files[0].path).name),
             device_uuids=[chosen.uuid],
@@ -204,7 +237,8 @@ def open_engine(
         )
         shape = Shape(params.n_layers, params.n_experts, weights, model.expert_bytes)
         fds = [part.fd for part in model_file.files]
-        opened = session.open_model(begin, fds, model.stacks(), shape, progress)
+        with timings.stage("open"):
+            opened = session.open_model(begin, fds, model.stacks(), shape, progress)
         signals.is_idle = lambda: opened.steps.idle
         kv = session.create_kv(opened.model_id, chosen, cell, context)
         say_verbose(
@@ -230,6 +264,14 @@ def open_engine(
         for trouble in session.troubles:
             say_verbose(f"strata: {trouble}")
         session.close()
+
+
+def check_host_kv_type(asked: str | None, device_uuid: str) -> None:
+    """Errors: `InvalidRequest` if `--kv-type` asks for something else than a device of the host has."""
+    if asked not in (None, HOST_KV_TYPE):
+        raise InvalidRequest(
+            f"--kv-type {asked} needs a GPU; device {device_uuid} is in the host's memory, where K/V is {HOST_KV_TYPE}"
+        )
 
 
 def growth_line(cells: int, size_bytes: int, trades: Sequence[wire.Trade]) -> str:

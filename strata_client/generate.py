@@ -3,14 +3,57 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from strata_client.engine import Engine
-from strata_client.sampler import Sampler
+from strata_client import timings
 from strata_client.text import StopStrings, Utf8Stream
 from strata_client.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from strata_client.sampler import SamplerOptions
+
 END, STOP, MAX_TOKENS, CONTEXT, NO_ROOM = "end", "stop", "max_tokens", "context", "no_room"
 """Why a text ended: an end token, a stop string, `--max-tokens`, the context, or refused memory."""
+
+
+class Decoder(Protocol):
+    """What evaluates one sequence and chooses its tokens; logits stay inside.
+
+    Nothing that it does shows in which token comes: the same prompt and options with a
+    seed make the same text, wherever and however it is computed.
+
+    Attributes:
+        context: most cells the sequence may have.
+        position: cells filled with tokens that were given out before the last.
+        refusal: why memory for more cells was refused last; empty if it was not.
+    """
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def position(self) -> int: ...
+
+    @property
+    def refusal(self) -> str: ...
+
+    def prepare(self, prompt_tokens: int) -> None:
+        """Makes room for a prompt. Errors: `Exhausted` or `Unavailable` if there is none."""
+
+    def begin(self, prompt: Sequence[int], options: "SamplerOptions") -> None:
+        """Evaluates the prompt, whose tokens count as seen for the repeat penalty."""
+
+    def has_room(self) -> bool:
+        """Whether there is a cell for the token given out last, so that another can follow it.
+
+        It asks for memory where that runs low; why there is none is in `refusal`.
+        """
+
+    def next_token(self) -> int:
+        """The next token: the first of the text, or the one after that given out last.
+
+        The caller has asked `has_room` before any but the first.
+        """
 
 
 @dataclass(frozen=True)
@@ -31,10 +74,10 @@ class Generation:
 
 
 def generate(
-    engine: Engine,
+    engine: Decoder,
     tokenizer: Tokenizer,
     prompt: Sequence[int],
-    sampler: Sampler,
+    options: "SamplerOptions",
     stops: StopStrings,
     max_tokens: int,
     emit: Callable[[int | None, str], None],
@@ -45,7 +88,7 @@ def generate(
         engine: at position 0.
         tokenizer: of the engine's model.
         prompt: tokens, at least one, at most the engine's context.
-        sampler: chooses tokens.
+        options: how tokens are chosen.
         stops: strings before which the text ends.
         max_tokens: most tokens of text.
         emit: takes each token with the text that it completes, and last None with
@@ -55,19 +98,20 @@ def generate(
     (logits that are not finite), and whatever `emit` raises.
     """
     began = time.monotonic()
-    engine.prepare(len(prompt))
-    logits = engine.prefill(prompt)
+    with timings.stage("prefill"):
+        engine.prepare(len(prompt))
+        engine.begin(prompt, options)
     prompted = time.monotonic()
     stream = Utf8Stream()
-    seen = set(prompt)
     tokens, reason, detail = 0, MAX_TOKENS, ""
     while tokens < max_tokens:
-        token = sampler.sample(logits, seen)
+        token = engine.next_token()
+        if not tokens:
+            timings.moment("first token")
         if token in tokenizer.end_tokens:
             reason = END
             break
         tokens += 1
-        seen.add(token)
         emit(token, stops.feed(stream.feed(tokenizer.token_bytes(token))))
         if stops.stopped:
             reason = STOP
@@ -79,7 +123,6 @@ def generate(
             reason = CONTEXT if full else NO_ROOM
             detail = f"the context of {engine.context} cells is full" if full else engine.refusal
             break
-        logits = engine.step([token], prompt=False)
     # A character that a limit cut in two is left out; one that the model itself broke off is shown.
     rest = stops.feed(stream.flush()) if reason == END else ""
     rest += stops.flush()

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from strata_client.engine import Engine
     from strata_client.models.gguf_file import ModelFile
     from strata_client.output import Output
+    from strata_client.sampler import SamplerOptions
     from strata_client.tokenizer import Tokenizer
 
 PROGRAM = "strata-client"
 DEFAULT_MODEL = str(Path(__file__).parent / "data" / "tiny-IQ3_S.gguf")
+KV_TYPES = ("f32", "f16", "bf16", "q8_0")
 _CONTEXT_MULTIPLE = 256
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -49,6 +51,11 @@ _run_options = _with_options(
     click.option("--special", is_flag=True, help="Read control tokens such as <|im_start|> in the text as tokens."),
     click.option("--socket", "socket_path", help="Runtime directory of the daemon, or its vmmd.sock."),
     click.option("--device", help="UUID, its beginning, or index in the daemon's list.  [default: the first]"),
+    click.option(
+        "--kv-type",
+        type=click.Choice(KV_TYPES),
+        help="Of K/V cells: f32 only, and always, on the host.  [default: f16 on a GPU]",
+    ),
     click.option("--json", "as_json", is_flag=True, help="One JSON object a line: tokens, then statistics."),
     click.option("--verbose", is_flag=True, help="Say on standard error where memory comes from."),
 )
@@ -63,6 +70,7 @@ class RunOptions:
     special: bool
     socket_path: str | None
     device: str | None
+    kv_type: str | None
     as_json: bool
     verbose: bool
 
@@ -97,19 +105,19 @@ def generate(prompt: str | None, prompt_file: str | None, **options: Any) -> Non
     """Continues PROMPT (or a file, or standard input)."""
     run = RunOptions.taken_from(options)
     from strata_client.output import Output
-    from strata_client.sampler import Sampler, SamplerOptions
+    from strata_client.sampler import SamplerOptions
     from strata_client.text import StopStrings
 
     try:
         stops = StopStrings(options.pop("stop_strings"))
         max_tokens = options.pop("max_tokens")
-        sampler = Sampler(SamplerOptions(**options))
+        sampling = SamplerOptions(**options)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     text = _prompt_text(prompt, prompt_file)
     output = Output()
     with _opened(run, text, room=max_tokens) as (engine, tokenizer, tokens):
-        _generate(run, engine, tokenizer, tokens, sampler, stops, max_tokens, output)
+        _generate(run, engine, tokenizer, tokens, sampling, stops, max_tokens, output)
 
 
 def _generate(
@@ -117,7 +125,7 @@ def _generate(
     engine: "Engine",
     tokenizer: "Tokenizer",
     tokens: list[int],
-    sampler: Any,
+    sampling: "SamplerOptions",
     stops: Any,
     max_tokens: int,
     output: "Output",
@@ -134,7 +142,7 @@ def _generate(
             output.text(piece)
 
     try:
-        done = continue_prompt(engine, tokenizer, tokens, sampler, stops, max_tokens, emit)
+        done = continue_prompt(engine, tokenizer, tokens, sampling, stops, max_tokens, emit)
     except Stopped:
         output.end()
         raise
@@ -269,6 +277,7 @@ def _opened(run: RunOptions, text: str, room: int | None) -> Iterator[tuple["Eng
                     runtime_directories(run.socket_path),
                     context=context,
                     device=run.device,
+                    kv_type=run.kv_type,
                     say=say,
                     say_verbose=say_verbose,
                     signals=signals,
