@@ -32,7 +32,7 @@ SOURCES = Path(__file__).parent / "cuda"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """What continuous integration compiles for. Code for sm_80 runs on sm_86 too, and so on within a first digit."""
 
-OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 HEADERS = ("cuda_fp16.h", "cuda_bf16.h")
 HEADERS_PACKAGE = "nvidia-cuda-runtime"
 

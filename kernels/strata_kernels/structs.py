@@ -5,6 +5,8 @@ Addresses are those of the device, as integers.
 
 import ctypes
 
+from vmmd.errors import InvalidRequest
+
 KV_F16, KV_BF16, KV_Q8_0 = 0, 1, 2
 """`KvCells.type`."""
 
@@ -54,7 +56,49 @@ class Activation(ctypes.Structure):
         return cls(address, address + 4 * n, address + 5 * n, scales, scales + n // 4, scales + n // 2)
 
 
+class Heat(ctypes.Structure):
+    """``decode.cu``: where a layer's experts are counted."""
+
+    _fields_ = (("counts", ctypes.c_uint64), ("shared", ctypes.c_uint64))
+
+
 class Step(ctypes.Structure):
     """``step.cuh``: in device memory, one a sequence."""
 
     _fields_ = (("number", ctypes.c_uint64), ("position", ctypes.c_int32), ("token", ctypes.c_int32))
+
+
+class SampleOptions(ctypes.Structure):
+    """``sample.cu``: how to choose a token, in device memory. `top_k` 0, `top_p` 1 and `min_p` 0 are off.
+
+    The draw's number is the step's position less `first_position`: that of the last token of the prompt, so that the
+    first token drawn has number 0.
+    """
+
+    _fields_ = (
+        ("temperature", ctypes.c_double),
+        ("top_p", ctypes.c_double),
+        ("min_p", ctypes.c_double),
+        ("repeat_penalty", ctypes.c_double),
+        ("seed", ctypes.c_uint64),
+        ("top_k", ctypes.c_int32),
+        ("first_position", ctypes.c_int32),
+    )
+
+
+SAMPLE_THREADS = 512
+SAMPLE_BLOCK_TOKENS = 5120
+SAMPLE_BLOCKS_MAX = 64
+
+
+def sample_blocks(n_tokens: int) -> int:
+    """The grid of ``sample.cu``'s kernel. Errors: `InvalidRequest` for more tokens than it takes."""
+    blocks = -(-n_tokens // SAMPLE_BLOCK_TOKENS)
+    if blocks > SAMPLE_BLOCKS_MAX:
+        raise InvalidRequest(f"a vocabulary of {n_tokens}; {SAMPLE_BLOCKS_MAX * SAMPLE_BLOCK_TOKENS} are the most")
+    return blocks
+
+
+def sample_workspace_bytes(blocks: int) -> int:
+    """The workspace of a grid of so many blocks: zero before the first launch, aligned to 16 bytes."""
+    return 16 + blocks * 40 + blocks * 64 * 8 + blocks * (SAMPLE_BLOCK_TOKENS // 32) * 8

@@ -10,6 +10,8 @@ from dataclasses import replace
 from itertools import product
 
 import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType
 from strata_kernels.reference import (
     attention,
     dequantize,
@@ -119,6 +121,42 @@ class Qwen3Moe:
         """Bytes of an expert's gate, up and down as they lie in the file."""
         gate, up, down = (self._expert_place(layer, matrix, expert)[2] for matrix in range(len(MATRICES)))
         return gate, up, down
+
+    def expert_sizes(self) -> npt.NDArray[np.int64]:
+        """Bytes of every expert's gate, up and down, int64 `[n_layers, n_experts, 3]`."""
+        sizes = np.empty((self.params.n_layers, self.params.n_experts, len(MATRICES)), np.int64)
+        for layer, matrix in product(range(self.params.n_layers), range(len(MATRICES))):
+            first = expert_tensor(self._tensors, layer, MATRICES[matrix], 0)
+            if len(first.dims) == 3:
+                sizes[layer, :, matrix] = first.size_bytes // self.params.n_experts
+            else:
+                for expert in range(self.params.n_experts):
+                    sizes[layer, expert, matrix] = self._expert_place(layer, matrix, expert)[2]
+        return sizes
+
+    def expert_types(self, layer: int) -> tuple[GGMLQuantizationType, ...]:
+        """The types of a layer's gate, up and down.
+
+        Raises:
+            ModelError: experts of one matrix differ, which only the host's kernels take.
+        """
+        types = []
+        for matrix in MATRICES:
+            first = expert_tensor(self._tensors, layer, matrix, 0)
+            n_separate = self.params.n_experts if len(first.dims) == 2 else 1
+            found = {expert_tensor(self._tensors, layer, matrix, expert).type for expert in range(n_separate)}
+            if len(found) > 1:
+                names = ", ".join(sorted(kind.name for kind in found))
+                raise ModelError(
+                    f"the experts of {matrix} in layer {layer} have different types ({names}), which a GPU's kernels"
+                    " do not take: quantize them alike, or run on the host"
+                )
+            types.append(first.type)
+        return tuple(types)
+
+    def tensor(self, name: str) -> TensorInfo:
+        """A tensor of the model."""
+        return self._tensors[name]
 
     def forward(
         self, tokens: I32, position: int, memory: Memory, cache: KVCache, *, prompt: bool, all_logits: bool = False

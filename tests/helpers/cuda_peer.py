@@ -432,7 +432,7 @@ class CudaClient(Client):
 
     def wait_for_homes(self, timeout_s: float = 60) -> float:
         """When the last expert's home was published, in s of the monotonic clock."""
-        entries, until = self.opened[-1].memory._home_entries, time.monotonic() + timeout_s
+        entries, until = self.opened[-1].memory.home_entries, time.monotonic() + timeout_s
         while not entries.all():
             assert time.monotonic() < until, f"{np.count_nonzero(entries)} of {len(entries)} homes are filled"
             time.sleep(0.001)

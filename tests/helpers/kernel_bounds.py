@@ -7,6 +7,10 @@ import numpy.typing as npt
 
 BOUNDS = {
     "dequantize": 0.0,
+    "embed": 1e-6,
+    "matmul": 5e-5,
+    "gate_up": 1e-4,
+    "down": 1e-4,
 }
 """By operation. Zero: bit for bit."""
 

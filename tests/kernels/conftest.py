@@ -1,8 +1,10 @@
 """Where the kernels of these tests run."""
 
 import os
+import secrets
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from strata_kernels import compiler
 
@@ -38,3 +40,11 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[KernelRunner]:
     runner = HostRunner()
     yield runner
     runner.close()
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Random numbers that are new in each run; the seed is printed with a failure."""
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    return np.random.default_rng(seed)

@@ -96,7 +96,7 @@ def test_damage_by_a_member_of_the_domain_is_found(
         _wait_for_homes(daemon)
         memory = peer.opened[-1].memory
         in_slot = pages.unpack(memory.expert(1, 3).entry)
-        in_home = pages.unpack(int(memory._home_entries[2 * model.n_experts + 5]))
+        in_home = pages.unpack(int(memory.home_entries[2 * model.n_experts + 5]))
         assert (in_slot.tier, in_home.tier) == (pages.TIER_DEVICE, pages.TIER_HOST)
         slot_at, home_at = in_slot.slot * SLOT_BYTES + 2 * MATRIX_BYTES + 7, in_home.slot * SLOT_BYTES
         os.pwrite(kept[memory.arena[0]._reservation, in_slot.slab], b"\xff\xff", slot_at)

@@ -39,12 +39,12 @@ __device__ __forceinline__ void store_group(const Activation& out, int group, co
 
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
 
-// The products of two rows of one type with an activation, by one warp.
+// The products of two neighbouring rows with an activation, by one warp.
 template <typename F>
-__device__ __forceinline__ float2 two_rows(const uint8_t* first, const uint8_t* second, int n, const Activation& a) {
+__device__ __forceinline__ float2 two_rows(const uint8_t* first, int n, const Activation& a) {
   Rows<F, 2, 64> rows(n, threadIdx.x % 32);
   rows.row[0] = first;
-  rows.row[1] = second;
+  rows.row[1] = first + row_bytes<F>(n);
   rows.load();
   float sums[2] = {0.0f, 0.0f};
   rows.multiply(a, sums);
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int i = threadIdx.x; i < d_model / F::VALUES; i += blockDim.x) {
       float values[F::VALUES];
       const int group = i % F::GROUPS;
-      F::dequantize(blocks + static_cast<int64_t>(i / F::GROUPS) * F::BLOCK_BYTES, group, values, F::grid());
+      dequantize_group<F>(blocks + static_cast<int64_t>(i / F::GROUPS) * F::BLOCK_BYTES, group, values, F::grid());
       float* to = row + i / F::GROUPS * F::BLOCK_VALUES + F::first(group);
 #pragma unroll
       for (int run = 0; run < F::RUNS; ++run) {
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // out float32 [q.rows + k.rows + v.rows] = rms * (W a). Rows come in even numbers.
 // Launch: ceil(rows / 16) blocks of 256 threads.
-extern "C" __global__ void __launch_bounds__(256, 4)
+extern "C" __global__ void __launch_bounds__(256, 3)
     qkv(Activation a, Matrix q, Matrix k, Matrix v, float* out, int n, float eps) {
   const int at = 2 * (blockIdx.x * 8 + threadIdx.x / 32);
   int row = at;
@@ -180,11 +180,11 @@ struct Heat {
 // out = the activation of silu(rms * W_gate a) * (rms * W_up a), for each chosen expert [top_k, d_expert].
 // `addresses` uint64 [n_experts][3]: gate, up and down of the layer's experts.
 // Launch: (d_expert / 16, top_k) blocks of 256 threads.
-extern "C" __global__ void __launch_bounds__(256, 4)
+extern "C" __global__ void __launch_bounds__(256, 3)
     gate_up(Activation a, const float* scores, const uint64_t* addresses, Activation out, Heat heat, int n_experts,
             int top_k, int gate_type, int up_type, int n, int d_expert, float eps) {
   __shared__ Routing routing;
-  __shared__ float results[ACTIVATION_GROUP];
+  __shared__ float products[2][ACTIVATION_GROUP], results[ACTIVATION_GROUP];
   __shared__ uint64_t gates[EXPERTS_MAX], ups[EXPERTS_MAX];
   for (int expert = threadIdx.x; expert < n_experts; expert += blockDim.x) {
     gates[expert] = addresses[3 * expert];
@@ -200,28 +200,23 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     heat.counts[expert] = count;
     heat.shared[expert] = count;
   }
-  const uint8_t* gate = reinterpret_cast<const uint8_t*>(gates[expert]);
-  const uint8_t* up = reinterpret_cast<const uint8_t*>(ups[expert]);
   const int warp = threadIdx.x / 32;
-  const int64_t first = blockIdx.x * ACTIVATION_GROUP;
+  const int64_t row = blockIdx.x * ACTIVATION_GROUP + 2 * warp;
 #pragma unroll
-  for (int i = 0; i < ACTIVATION_GROUP; i += 8) {
-    float2 products;
-    with_type(gate_type, [&](auto format) {
+  for (int matrix = 0; matrix < 2; ++matrix) {
+    const uint8_t* blocks = reinterpret_cast<const uint8_t*>(matrix == 0 ? gates[expert] : ups[expert]);
+    with_type(matrix == 0 ? gate_type : up_type, [&](auto format) {
       using F = decltype(format);
-      const int64_t offset = (first + i + warp) * row_bytes<F>(n);
-      products = two_rows<F>(gate + offset, (gate_type == up_type ? up : gate) + offset, n, a);
+      const float2 sums = two_rows<F>(blocks + row * row_bytes<F>(n), n, a);
+      if (threadIdx.x % 32 == 0) {
+        products[matrix][2 * warp] = rms * sums.x;
+        products[matrix][2 * warp + 1] = rms * sums.y;
+      }
     });
-    if (gate_type != up_type) {
-      with_type(up_type, [&](auto format) {
-        using F = decltype(format);
-        const uint8_t* row = up + (first + i + warp) * row_bytes<F>(n);
-        products.y = two_rows<F>(row, row, n, a).y;
-      });
-    }
-    if (threadIdx.x % 32 == 0) results[i + warp] = silu(rms * products.x) * (rms * products.y);
   }
   __syncthreads();
+  if (threadIdx.x < ACTIVATION_GROUP) results[threadIdx.x] = silu(products[0][threadIdx.x]) * products[1][threadIdx.x];
+  __syncwarp();
   if (threadIdx.x == 0) store_group(out, blockIdx.y * (d_expert / ACTIVATION_GROUP) + blockIdx.x, results, nullptr);
 }
 
@@ -270,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         if (at < n_groups) {
           const int rank = at / row_groups, group = at % row_groups, in_block = group % F::GROUPS;
           const int value = rank * d_expert + group / F::GROUPS * F::BLOCK_VALUES + F::first(in_block);
-          sum += routing.weights[rank] * dot<F>(raw[i], in_block, F::grid(), load_part<F>(a, value));
+          sum += routing.weights[rank] * dot<F>(raw[i], in_block, F::grid(), ActivationPart<F>(a, value));
         }
       }
       first += 32 * BATCH;
@@ -286,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 
 // logits float32 [m.rows] = rms * (W a).
 // Launch: ceil(m.rows / 16) blocks of 256 threads.
-extern "C" __global__ void __launch_bounds__(256, 4) head(Activation a, Matrix m, float* logits, int n, float eps) {
+extern "C" __global__ void __launch_bounds__(256, 3) head(Activation a, Matrix m, float* logits, int n, float eps) {
   const int row = 2 * (blockIdx.x * 8 + threadIdx.x / 32);
   if (row >= m.rows) {
     let_next_start();
@@ -310,4 +305,16 @@ extern "C" __global__ void __launch_bounds__(256, 4) head(Activation a, Matrix m
       if (both) logits[row + 1] = second;
     }
   });
+}
+
+// Ends a step that chose no token: `n` cells further, and retired.
+// Launch: 1 block of 32 threads.
+extern "C" __global__ void advance(Step* step, int n, volatile uint64_t* retired) {
+  wait_for_previous();
+  if (threadIdx.x != 0) return;
+  step->position += n;
+  const uint64_t number = step->number;
+  step->number = number + 1;
+  __threadfence_system();
+  *retired = number;
 }

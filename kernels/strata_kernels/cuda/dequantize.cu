@@ -6,20 +6,20 @@
 // Layout: both contiguous and aligned to 16 bytes; n is a multiple of the type's BLOCK_VALUES (8 for F32, F16, BF16).
 //   Blocks are laid out as dequantize.cuh says.
 // Launch geometry: a grid of one dimension, of any size; 256 threads a block at most. Thread t of T decodes the groups
-//   t, t + T, ...; a group has 8 or 16 values, so ceil(n / 8 / 256) blocks leave each thread one group at most.
+//   t, t + T, ...; a group has 8 to 32 values, so ceil(n / 8 / 256) blocks leave each thread one group at most.
 // Accumulation: none.
 #include "dequantize.cuh"
 
 namespace strata {
 
 template <typename F>
-__device__ __forceinline__ void dequantize(const uint8_t* __restrict__ blocks, float* __restrict__ out, int64_t n) {
+__device__ __forceinline__ void dequantize_all(const uint8_t* __restrict__ blocks, float* __restrict__ out, int64_t n) {
   const int64_t n_groups = n / F::VALUES, step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n_groups; i += step) {
     const int64_t block = i / F::GROUPS;
     const int group = static_cast<int>(i % F::GROUPS);
     float values[F::VALUES];
-    F::dequantize(blocks + block * F::BLOCK_BYTES, group, values, F::grid());
+    dequantize_group<F>(blocks + block * F::BLOCK_BYTES, group, values, F::grid());
     float* to = out + block * F::BLOCK_VALUES + F::first(group);
 #pragma unroll
     for (int run = 0; run < F::RUNS; ++run) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void dequantize(const uint8_t* __restrict__ blocks, f
 #define DEQUANTIZE(TYPE)                                                                                     \
   extern "C" __global__ void __launch_bounds__(256)                                                          \
       dequantize_##TYPE(const uint8_t* __restrict__ blocks, float* __restrict__ out, int64_t n) {            \
-    strata::dequantize<strata::TYPE>(blocks, out, n);                                                        \
+    strata::dequantize_all<strata::TYPE>(blocks, out, n);                                                    \
   }
 
 DEQUANTIZE(F32)

@@ -57,7 +57,7 @@ struct Rows {
         const int group = first + STEP * i;
         if (group < n_groups) {
           const int in_block = group % F::GROUPS;
-          const ActivationPart<F> part = load_part<F>(a, group / F::GROUPS * F::BLOCK_VALUES + F::first(in_block));
+          const ActivationPart<F> part(a, group / F::GROUPS * F::BLOCK_VALUES + F::first(in_block));
 #pragma unroll
           for (int r = 0; r < ROWS; ++r) sums[r] += dot<F>(raw[r][i], in_block, grid, part);
         }

@@ -1,0 +1,221 @@
+"""One decode step as a CUDA graph. `docs/kernels.md` tells what the kernels do and what they hand on."""
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType
+from strata_kernels import structs
+from strata_kernels.launch import DeviceBuffer, Kernels, Launch
+from strata_kernels.structs import Activation, KvCells, Matrix, SampleOptions, Step
+
+from strata_client.gpu.device import Device
+from strata_client.mapping import ClientMemory
+from strata_client.models.base import ModelError
+from strata_client.models.qwen3moe import Qwen3Moe
+from vmmd.driver.cuda_calls import call
+
+EXPERTS_MAX, TOP_K_MAX = 512, 16
+"""`routing.cuh`."""
+
+
+class Weights:
+    """The tensors of the weights range as kernels take them."""
+
+    def __init__(self, model: Qwen3Moe, memory: ClientMemory) -> None:
+        """Errors: `ModelError` where the kernels cannot run the model."""
+        self._model = model
+        self._memory = memory
+        params = model.params
+        if params.n_experts > EXPERTS_MAX or params.top_k > TOP_K_MAX:
+            raise ModelError(
+                f"{params.top_k} of {params.n_experts} experts: a GPU's kernels take {TOP_K_MAX} of {EXPERTS_MAX}"
+            )
+        for name, n in (("embedding_length", params.d_model), ("expert_feed_forward_length", params.d_expert)):
+            if n % 32:
+                raise ModelError(f"{name} is {n}: a GPU's kernels take multiples of 32")
+
+    def matrix(self, name: str) -> Matrix:
+        """A matrix of any type."""
+        tensor = self._model.tensor(name)
+        return Matrix(self._memory.weight_address(name), int(tensor.type), tensor.dims[1])
+
+    def vector(self, name: str) -> ctypes.c_uint64:
+        """The address of a float32 vector. Errors: `ModelError` for another type."""
+        tensor = self._model.tensor(name)
+        if tensor.type != GGMLQuantizationType.F32:
+            raise ModelError(f"tensor {name} has the type {tensor.type.name}; a GPU's kernels take norms in F32")
+        return ctypes.c_uint64(self._memory.weight_address(name))
+
+
+class Buffers:
+    """Device memory of one allocation, parted by name; each part is aligned to 256 bytes."""
+
+    def __init__(self, sizes_bytes: Mapping[str, int]) -> None:
+        self._places: dict[str, int] = {}
+        at = 0
+        for name, size_bytes in sizes_bytes.items():
+            self._places[name] = at
+            at += -(-size_bytes // 256) * 256
+        self._buffer = DeviceBuffer(at)
+        self._buffer.fill(0)
+
+    def __getitem__(self, name: str) -> ctypes.c_uint64:
+        return ctypes.c_uint64(self._buffer.address + self._places[name])
+
+    def close(self) -> None:
+        """Frees the memory."""
+        self._buffer.close()
+
+
+class Decoder:
+    """A model's decode step on one GPU.
+
+    Attributes:
+        buffers: `step`, `options`, `seen`, `table`, `logits`, `x` and what passes between kernels.
+        ring: uint64 `[RING_WORDS]`, host: the token that step `number` chose is at `number % RING_WORDS`; all ones
+            where the logits were not finite.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        kernels: Kernels,
+        model: Qwen3Moe,
+        memory: ClientMemory,
+        kv: KvCells,
+        retired: int,
+        heat: int,
+    ) -> None:
+        """Prepares the launches.
+
+        Args:
+            device: where the step runs.
+            kernels: `SOURCES`, compiled for the model's types.
+            model: checked; its weights and experts are mapped in `memory`.
+            memory: of the model.
+            kv: the sequence's cells.
+            retired: address of the session page's word, for kernels.
+            heat: address of the heat page's decode counts, uint64 `[n_layers, n_experts]`, for kernels.
+
+        Errors: `ModelError`, `DriverError`.
+        """
+        self._device = device
+        self._kernels = kernels
+        self._model = model
+        self._weights = Weights(model, memory)
+        self._kv = kv
+        self._heat = heat
+        params = model.params
+        d_attention = params.n_heads * params.head_dim
+        n = params.n_layers * params.n_experts
+        self.splits = max(1, 2 * device.multiprocessors // params.n_kv_heads)
+        self.buffers = Buffers(
+            {
+                "step": ctypes.sizeof(Step),
+                "options": ctypes.sizeof(SampleOptions),
+                "seen": -(-params.n_vocab // 32) * 4,
+                "table": n * 3 * 8,
+                "heat": n * 8,
+                "x": params.d_model * 4,
+                "h": Activation.size_bytes(params.d_model),
+                "qkv": (d_attention + 2 * params.n_kv_heads * params.head_dim) * 4,
+                "rope": params.head_dim * 4,
+                "attended": Activation.size_bytes(d_attention),
+                "scores": params.n_experts * 4,
+                "g": Activation.size_bytes(params.top_k * params.d_expert),
+                "logits": params.n_vocab * 4,
+                "sample": structs.sample_workspace_bytes(params.n_tokens),
+                "attend": structs.attend_workspace_bytes(params.n_heads, params.head_dim, self.splits),
+            }
+        )
+        self.ring: npt.NDArray[np.uint64] = device.pinned(structs.RING_WORDS, np.uint64)
+        self._retired = ctypes.c_uint64(retired)
+        self.launches = list(self._launches())
+        self._graph: Any = None
+
+    def capture(self) -> None:
+        """Makes the graph. Errors: `DriverError`."""
+        cu, stream = self._device.cu, self._device.stream
+        call(cu.cuStreamBeginCapture, stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        try:
+            for _, launch in self.launches:
+                launch()
+        finally:
+            graph = call(cu.cuStreamEndCapture, stream)
+        self._graph = call(cu.cuGraphInstantiate, graph, 0)
+        call(cu.cuGraphUpload, self._graph, stream)
+        call(cu.cuGraphDestroy, graph)
+
+    def launch(self) -> None:
+        """Enqueues the step that `step` in device memory describes; it was published. Errors: `DriverError`."""
+        call(self._device.cu.cuGraphLaunch, self._graph, self._device.stream)
+
+    def _launches(self) -> Iterator[tuple[str, Launch]]:
+        """The kernels of a step in their order, by name."""
+        params, buffers, weights = self._model.params, self.buffers, self._weights
+        d_model, d_expert, top_k = params.d_model, params.d_expert, params.top_k
+        d_attention, d_kv = params.n_heads * params.head_dim, params.n_kv_heads * params.head_dim
+        eps = ctypes.c_float(params.rms_eps)
+        step, x, qkv, scores = buffers["step"], buffers["x"], buffers["qkv"], buffers["scores"]
+        h = Activation.at(buffers["h"].value, d_model)
+        attended = Activation.at(buffers["attended"].value, d_attention)
+        g = Activation.at(buffers["g"].value, top_k * d_expert)
+
+        def launch(name: str, grid: int | tuple[int, ...], block: int, *args: Any, shared_bytes: int = 0) -> Any:
+            first = name == "embed"  # behind a copy, or the step before
+            stream = self._device.stream
+            return name, self._kernels.prepare(name, grid, block, args, shared_bytes, stream, programmatic=not first)
+
+        first_norm = weights.vector("blk.0.attn_norm.weight")
+        yield launch(
+            "embed",
+            1,
+            256,
+            weights.matrix("token_embd.weight"),
+            step,
+            x,
+            first_norm,
+            h,
+            d_model,
+            shared_bytes=4 * d_model,
+        )
+        yield launch(
+            "rope_table", 1, 128, step, buffers["rope"], params.head_dim,
+            ctypes.c_double(params.rope_freq_base), ctypes.c_double(params.rope_scale),
+        )  # fmt: skip
+        for layer in range(params.n_layers):
+            blk = f"blk.{layer}."
+            q, k, v = (weights.matrix(f"{blk}attn_{name}.weight") for name in "qkv")
+            yield launch("qkv", -(-(d_attention + 2 * d_kv) // 16), 256, h, q, k, v, qkv, d_model, eps)
+            yield from self._attend(layer, launch, attended)
+            yield launch(
+                "attend_out", d_model // 16, 512,
+                attended, weights.matrix(blk + "attn_output.weight"), x, weights.vector(blk + "ffn_norm.weight"), h, d_attention,
+            )  # fmt: skip
+            yield launch(
+                "route", params.n_experts, 128, h, weights.matrix(blk + "ffn_gate_inp.weight"), scores, d_model, eps
+            )
+            offset = layer * params.n_experts * 8
+            table = ctypes.c_uint64(buffers["table"].value + 3 * offset)
+            heat = structs.Heat(buffers["heat"].value + offset, self._heat + offset)
+            gate_type, up_type, down_type = map(int, self._model.expert_types(layer))
+            yield launch(
+                "gate_up", (d_expert // 16, top_k), 256,
+                h, scores, table, g, heat, params.n_experts, top_k, gate_type, up_type, d_model, d_expert, eps,
+            )  # fmt: skip
+            last = layer == params.n_layers - 1
+            norm = "output_norm.weight" if last else f"blk.{layer + 1}.attn_norm.weight"
+            yield launch(
+                "down", d_model // 16, 512,
+                g, scores, table, x, weights.vector(norm), h, params.n_experts, top_k, down_type, d_expert,
+            )  # fmt: skip
+        output = weights.matrix("token_embd.weight" if self._model.tied_output else "output.weight")
+        yield launch("head", -(-params.n_vocab // 16), 256, h, output, buffers["logits"], d_model, eps)
+        ring = ctypes.c_uint64(self.ring.ctypes.data)
+        yield launch(
+            "sample", structs.sample_blocks(params.n_tokens), structs.SAMPLE_THREADS,
+            buffers["logits"], params.n_tokens, buffers["options"], buffers["seen"], buffers["sample"], step, ring, self._retired,
+        )  # fmt: skip
