@@ -170,7 +170,7 @@ class GuardedMemory:
     Up to 15 bytes at its end and what lies before it in its first page stay free: `check` finds what was written there.
     """
 
-    _all: "ClassVar[weakref.WeakSet[GuardedMemory]]" = weakref.WeakSet()
+    _all: ClassVar["weakref.WeakSet[GuardedMemory]"] = weakref.WeakSet()
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
