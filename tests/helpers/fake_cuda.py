@@ -121,6 +121,7 @@ class FakeCuda:
         self.pinned: dict[int, mmap.mmap] = {}
         self.allocated: dict[int, Path] = {}
         self.streams: set[int] = set()
+        self.events: set[int] = set()
         self.contexts: Counter[int] = Counter()
         self._current = threading.local()
         self._lock = threading.RLock()
@@ -142,7 +143,7 @@ class FakeCuda:
 
     def live(self) -> dict[str, int]:
         """How much of everything exists."""
-        kinds = ("handles", "reserved", "mapped", "registered", "pinned", "streams")
+        kinds = ("handles", "reserved", "mapped", "registered", "pinned", "streams", "events")
         return {kind: len(getattr(self, kind)) for kind in kinds} | {"contexts": self.contexts.total()}
 
     def _module(self) -> Any:
@@ -168,6 +169,7 @@ class FakeCuda:
                 "CU_MEMORYTYPE_UNIFIED",
             ),
             "CUstream_flags": ("CU_STREAM_NON_BLOCKING",),
+            "CUevent_flags": ("CU_EVENT_DISABLE_TIMING",),
         }
         for name, values in enum.items():
             setattr(module, name, SimpleNamespace(**{value: i for i, value in enumerate(values, 1)}))
@@ -393,6 +395,22 @@ class FakeCuda:
 
     def cuStreamSynchronize(self, stream: int) -> None:
         assert stream in self.streams
+
+    def cuEventCreate(self, flags: int) -> int:
+        self._need_context()
+        with self._lock:
+            self._next += 1
+            self.events.add(self._next)
+            return self._next
+
+    def cuEventRecord(self, event: int, stream: int) -> None:
+        assert event in self.events and stream in self.streams
+
+    def cuEventSynchronize(self, event: int) -> None:
+        assert event in self.events
+
+    def cuEventDestroy(self, event: int) -> None:
+        self.events.remove(event)
 
     def cuMemcpyAsync(self, target: int, source: int, size: int, stream: int) -> None:
         self._need_context()

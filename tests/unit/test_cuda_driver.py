@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.helpers.fake_cuda import MIB, PAGE_BYTES, FakeCuda, gpu_uuid
 from vmmd.driver import cuda_vmm
 from vmmd.driver.base import Copy, FileSource, ShortRead, Slab, SlabSource
-from vmmd.driver.cuda_fill import PITCH_MAX_BYTES, Rows, merge
 from vmmd.driver.cuda_mapper import CudaMapper
 from vmmd.driver.cuda_vmm import CudaDriver, available
 from vmmd.driver.host_memfd import HOST_UUID
+from vmmd.driver.runs import Pieces, from_files, from_slabs
 from vmmd.errors import DriverError, Exhausted, InvalidRequest, NoDevice, NotFound
 
 FIRST, SECOND = gpu_uuid(0), gpu_uuid(1)
@@ -145,8 +144,17 @@ def test_start_undoes_at_every_call(stand: Stand) -> None:
             assert fake.live() == nothing, (function, n)
 
 
-@pytest.mark.parametrize("uuid", [SECOND, HOST_UUID])
-@pytest.mark.parametrize("function", ["cuMemCreate", "cuMemExportToShareableHandle"])
+@pytest.mark.parametrize(
+    ("uuid", "function"),
+    [
+        *(
+            (uuid, function)
+            for uuid in (SECOND, HOST_UUID)
+            for function in ("cuMemCreate", "cuMemExportToShareableHandle")
+        ),
+        *((HOST_UUID, function) for function in ("cuMemAddressReserve", "cuMemMap", "cuMemSetAccess")),
+    ],
+)
 def test_create_undoes(stand: Stand, uuid: str, function: str) -> None:
     """A slab that could not be made leaves nothing and is not charged; the error has call, code and name."""
     fake = stand.fake
@@ -160,13 +168,12 @@ def test_create_undoes(stand: Stand, uuid: str, function: str) -> None:
     driver.close()
 
 
-@pytest.mark.parametrize("uuid", [SECOND, HOST_UUID])
 @pytest.mark.parametrize("function", ["cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"])
-def test_map_for_a_fill_undoes(stand: Stand, file: int, uuid: str, function: str) -> None:
-    """A slab that could not be mapped for a fill is as before, and the next fill maps it."""
+def test_map_for_a_fill_undoes(stand: Stand, file: int, function: str) -> None:
+    """A GPU's slab that could not be mapped for a fill is as before, and the next fill maps it."""
     fake = stand.fake
     driver = make_driver()
-    slab = driver.create(uuid, PAGE_BYTES)
+    slab = driver.create(SECOND, PAGE_BYTES)
     before = fake.live()
     fake.fail_at(function, 1, "CUDA_ERROR_OUT_OF_MEMORY")
     with pytest.raises(DriverError, match=function):
@@ -176,59 +183,6 @@ def test_map_for_a_fill_undoes(stand: Stand, file: int, uuid: str, function: str
     driver.fill([Copy(slab, 0, 8, FileSource(file, 0))])
     assert driver.read(slab, 0, 8) == os.pread(file, 8, 0)
     driver.close()
-
-
-@pytest.mark.parametrize(
-    ("copies", "pitched_sources", "expected"),
-    [
-        ([], False, []),
-        ([(5, 7, 3)], False, [Rows(5, 7, 3, 1, 0, 0)]),
-        ([(0, 10, 3), (3, 13, 4), (7, 17, 1)], False, [Rows(0, 10, 8, 1, 0, 0)]),
-        ([(0, 1, 4), (4, 11, 4), (8, 21, 4)], False, [Rows(0, 1, 4, 3, 4, 10)]),
-        ([(0, 1, 4), (4, 11, 4), (8, 22, 4)], False, [Rows(0, 1, 4, 2, 4, 10), Rows(8, 22, 4, 1, 0, 0)]),
-        ([(0, 1, 4), (4, 11, 3), (7, 21, 3)], False, [Rows(0, 1, 4, 1, 0, 0), Rows(4, 11, 3, 2, 3, 10)]),
-        ([(0, 1, 4), (5, 11, 4)], False, [Rows(0, 1, 4, 1, 0, 0), Rows(5, 11, 4, 1, 0, 0)]),
-        ([(0, 1, 4), (5, 11, 4)], True, [Rows(0, 1, 4, 2, 5, 10)]),
-        ([(0, 1, 4), (2, 11, 4)], True, [Rows(0, 1, 4, 1, 0, 0), Rows(2, 11, 4, 1, 0, 0)]),
-        ([(0, 1, 4), (4, 3, 4)], False, [Rows(0, 1, 4, 1, 0, 0), Rows(4, 3, 4, 1, 0, 0)]),
-        ([(0, 11, 4), (4, 1, 4)], False, [Rows(0, 11, 4, 1, 0, 0), Rows(4, 1, 4, 1, 0, 0)]),
-        (
-            [(0, 0, 4), (4, PITCH_MAX_BYTES + 1, 4)],
-            False,
-            [Rows(0, 0, 4, 1, 0, 0), Rows(4, PITCH_MAX_BYTES + 1, 4, 1, 0, 0)],
-        ),
-    ],
-)
-def test_merge(copies: list[tuple[int, int, int]], pitched_sources: bool, expected: list[Rows]) -> None:
-    """Neighbours at regular distances become rows; a gap, another length, an overlap or a large pitch ends them."""
-    assert merge(copies, pitched_sources=pitched_sources) == expected
-
-
-@st.composite
-def merge_inputs(draw: st.DrawFn) -> list[tuple[int, int, int]]:
-    number = st.integers(0, 12)
-    copies = []
-    for source, target, length, gap, count in draw(st.lists(st.tuples(number, number, number, number, number))):
-        step = length + 1 + draw(st.integers(0, 1))
-        copies += [(source + i * step, target + i * (length + gap), length + 1) for i in range(count)]
-    return copies
-
-
-@given(merge_inputs(), st.booleans())
-def test_merge_copies_the_same_bytes(copies: list[tuple[int, int, int]], pitched_sources: bool) -> None:
-    """Written one after the other, in their order, the rows leave what the copies leave."""
-
-    def written(rows: list[Rows]) -> dict[int, int]:
-        return {
-            target + r * target_pitch + i: source + r * pitch + i
-            for source, target, length, height, pitch, target_pitch in rows
-            for r in range(height)
-            for i in range(length)
-        }
-
-    merged = merge(copies, pitched_sources=pitched_sources)
-    assert written(merged) == written([Rows(*copy, 1, 0, 0) for copy in copies])
-    assert all(rows.height == 1 or rows.target_pitch >= rows.row_bytes <= rows.source_pitch for rows in merged)
 
 
 class Filling:
@@ -241,7 +195,7 @@ class Filling:
         self.expected = [bytearray(PAGE_BYTES) for _ in self.slabs]
 
     def fill(self, copies: list[Copy]) -> None:
-        for copy in copies:
+        for copy in (one.row(i) for one in copies for i in range(one.rows)):
             at, end, source = copy.offset_bytes, copy.offset_bytes + copy.length_bytes, copy.source
             if isinstance(source, FileSource):
                 data = os.pread(source.fd, copy.length_bytes, source.offset_bytes)
@@ -281,6 +235,25 @@ def runs(generator: random.Random, fds: list[int], slabs: list[Slab]) -> list[Co
     return copies
 
 
+def merged(copies: list[Copy]) -> list[Copy]:
+    """The same as rows: of files in their order, then of slabs as they come."""
+    targets = list(dict.fromkeys(copy.target for copy in copies))
+    found = []
+    for kind, make in ((FileSource, from_files), (SlabSource, from_slabs)):
+        some = [copy for copy in copies if isinstance(copy.source, kind)]
+        sources = list(dict.fromkeys(copy.source[0] for copy in some))
+        columns = [
+            [0 for _ in some],
+            [targets.index(copy.target) for copy in some],
+            [copy.offset_bytes for copy in some],
+            [sources.index(copy.source[0]) for copy in some],
+            [copy.source.offset_bytes for copy in some],
+            [copy.length_bytes for copy in some],
+        ]
+        found += make(targets, sources, Pieces(*np.array(columns, np.int64)))[0]  # type: ignore[arg-type]
+    return found
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_merged_fills_put_every_byte_in_its_place(stand: Stand, file: int, tmp_path: Path, seed: int) -> None:
     """Runs in any order leave the bytes that one copy after the other leaves, in file order and in none."""
@@ -294,7 +267,7 @@ def test_merged_fills_put_every_byte_in_its_place(stand: Stand, file: int, tmp_p
             copies = runs(generator, [file, other.fileno()], filling.slabs)
             if generator.random() < 0.7:
                 generator.shuffle(copies)
-            filling.fill(copies)
+            filling.fill(merged(copies) if generator.random() < 0.8 else copies)
             filling.check()
     first, second, home, third = filling.slabs
     length, slot = generator.randrange(1, 5000), generator.randrange(5000, 9000)
@@ -303,7 +276,7 @@ def test_merged_fills_put_every_byte_in_its_place(stand: Stand, file: int, tmp_p
         moves = [
             Copy(target, i * slot, length, SlabSource(source, PAGE_BYTES // 2 + i * 7000)) for i in range(min(n, 140))
         ]
-        filling.fill(moves)
+        filling.fill(moves if target is source else merged(moves))
         filling.check()
     filling.driver.close()
 
@@ -332,7 +305,7 @@ def test_rows_take_few_calls(stand: Stand, file: int, uuid: str) -> None:
     ]
     driver.fill([Copy(slab, 0, 8, FileSource(file, 0))])
     before = fake.calls.copy()
-    driver.fill(copies)
+    driver.fill(merged(copies))
     calls = fake.calls - before
     assert calls.pop("cuMemcpy2DAsync") == 3 * 2  # of 17 and 6 rows
     assert calls.pop("cuStreamSynchronize") == 6
@@ -343,7 +316,7 @@ def test_rows_take_few_calls(stand: Stand, file: int, uuid: str) -> None:
             assert driver.read(slab, i * slot + m * length, length) == data
 
     before = fake.calls.copy()
-    driver.fill([Copy(other, i * slot, length, SlabSource(slab, i * slot + length)) for i in range(slots)])
+    driver.fill([Copy(other, 0, length, SlabSource(slab, length), slots, slot, slot)])
     calls = fake.calls - before
     assert calls["cuMemcpy2DAsync"] == (uuid == HOST_UUID)
     assert calls["cuMemcpyAsync"] == (0 if uuid == HOST_UUID else slots)
@@ -358,13 +331,13 @@ def test_errors_of_rows(stand: Stand, file: int) -> None:
     slab, home = driver.create(FIRST, PAGE_BYTES), driver.create(HOST_UUID, PAGE_BYTES)
 
     def rows(fd: int, start: int) -> list[Copy]:
-        return [Copy(slab, i * 5000, 4000, FileSource(fd, start + i * 4000)) for i in range(300)]
+        return [Copy(slab, 0, 4000, FileSource(fd, start), 300, 5000, 4000)]
 
     with pytest.raises(ShortRead):
         driver.fill(rows(file, 2 * PAGE_BYTES - 900_001))
     with pytest.raises(OSError):
         driver.fill(rows(-1, 0))
-    for copies in (rows(file, 0), [Copy(slab, i * 50, 40, SlabSource(home, i * 60)) for i in range(9)]):
+    for copies in (rows(file, 0), [Copy(slab, 0, 40, SlabSource(home, 0), 9, 50, 60)]):
         fake.fail_at("cuMemcpy2DAsync", 1, "CUDA_ERROR_INVALID_VALUE")
         with pytest.raises(DriverError) as caught:
             driver.fill(copies)
@@ -417,7 +390,8 @@ def test_fill_that_fails_leaves_nothing_under_way(stand: Stand, file: int) -> No
         Copy(home, 0, PAGE_BYTES, FileSource(file, 0)),
         Copy(other, 0, 512, SlabSource(home, 0)),
     ]
-    for function in ("cuMemcpyHtoDAsync", "cuMemcpyAsync", "cuStreamSynchronize"):
+    copying = "cuMemcpyHtoDAsync", "cuMemcpyAsync", "cuStreamSynchronize"
+    for function in (*copying, "cuEventCreate", "cuEventRecord", "cuEventSynchronize"):
         fake.fail_at(function, 1, "CUDA_ERROR_INVALID_VALUE")
         with pytest.raises(DriverError, match=function):
             driver.fill(copies)

@@ -291,6 +291,31 @@ def test_fill_from_slab(platform: Platform, model_file: int) -> None:
     assert platform.driver.read(target, 0, len(expected)) == expected
 
 
+@pytest.mark.parametrize("length", [1, 4096, 30_000])
+def test_fill_rows(platform: Platform, model_file: int, length: int) -> None:
+    """Rows go from a file to slots, back to back there or not, and on from slab to slab; nothing between changes."""
+    home, target = platform.driver.create(HOST_UUID, platform.slab_bytes), platform.create()
+    slots, slot = 3, platform.slab_bytes // 4
+    expected, moved = bytearray(platform.slab_bytes), bytearray(platform.slab_bytes)
+    for gap in (0, 5):
+        platform.driver.fill([Copy(home, gap, length, FileSource(model_file, 7 + gap), slots, slot, length + gap)])
+        for i in range(slots):
+            at = gap + i * slot
+            expected[at : at + length] = os.pread(model_file, length, 7 + gap + i * (length + gap))
+    assert platform.driver.read(home, 0, platform.slab_bytes) == expected
+    platform.driver.fill([Copy(target, 256, length, SlabSource(home, 0), slots, length + 3, slot)])
+    for i in range(slots):
+        at = 256 + i * (length + 3)
+        moved[at : at + length] = expected[i * slot : i * slot + length]
+    assert platform.driver.read(target, 0, platform.slab_bytes) == moved
+    for copy in (
+        Copy(target, 0, 1, FileSource(model_file, 0), 2, platform.slab_bytes, 1),
+        Copy(target, 0, 8, FileSource(model_file, 0), 2, 7, 8),
+    ):
+        with pytest.raises(InvalidRequest):
+            platform.driver.fill([copy])
+
+
 @pytest.mark.parametrize("n_slabs", [1, 7])
 def test_fill_from_a_file_that_shrank(platform: Platform, tmp_path: Path, n_slabs: int) -> None:
     """A file that ends too early is a ShortRead, leaves no mapping behind, and the next fill works."""

@@ -24,7 +24,7 @@ Contract, tested on every driver by ``tests/unit/test_driver_contract.py``:
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from vmmd.errors import InvalidRequest
 
@@ -58,30 +58,46 @@ class Slab:
     handle: Any
 
 
-@dataclass(frozen=True)
-class FileSource:
+class FileSource(NamedTuple):
     """Bytes of an open regular file; `fd` stays the caller's."""
 
     fd: int
     offset_bytes: int
 
 
-@dataclass(frozen=True)
-class SlabSource:
+class SlabSource(NamedTuple):
     """Bytes of another slab."""
 
     slab: Slab
     offset_bytes: int
 
 
-@dataclass(frozen=True)
-class Copy:
-    """One piece of a fill: `length_bytes` from `source` to `target` at an offset."""
+class Copy(NamedTuple):
+    """Of a fill: `rows` pieces of `length_bytes` each, from `source` to `target` at an offset.
+
+    From one row to the next it is `pitch_bytes` in the target and `source_pitch_bytes`
+    in the source, neither of them less than the length. What costs is each copy:
+    `vmmd.driver.runs` makes rows of many.
+    """
 
     target: Slab
     offset_bytes: int
     length_bytes: int
     source: FileSource | SlabSource
+    rows: int = 1
+    pitch_bytes: int = 0
+    source_pitch_bytes: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all rows."""
+        return self.rows * self.length_bytes
+
+    def row(self, i: int) -> "Copy":
+        """One of its rows."""
+        of, at = self.source, self.source.offset_bytes + i * self.source_pitch_bytes
+        source = FileSource(of.fd, at) if isinstance(of, FileSource) else SlabSource(of.slab, at)
+        return Copy(self.target, self.offset_bytes + i * self.pitch_bytes, self.length_bytes, source)
 
 
 class ShortRead(Exception):
@@ -168,6 +184,25 @@ class Reservation(Protocol):
 
     def close(self) -> None:
         """Unmaps everything and gives the addresses back."""
+
+
+def check_bounds(slab: Slab, offset_bytes: int, length_bytes: int) -> None:
+    """Refuses bytes outside a slab. Errors: `InvalidRequest`."""
+    if offset_bytes < 0 or length_bytes < 0 or offset_bytes + length_bytes > slab.size_bytes:
+        raise InvalidRequest(f"{length_bytes} bytes at {offset_bytes} lie outside a slab of {slab.size_bytes} bytes")
+
+
+def check_copy(copy: Copy) -> None:
+    """Refuses a copy that reaches outside a slab, or whose rows overlap. Errors: `InvalidRequest`."""
+    target, offset_bytes, length_bytes, source, rows, pitch_bytes, source_pitch_bytes = copy
+    if rows != 1 and (rows < 1 or min(pitch_bytes, source_pitch_bytes) < length_bytes):
+        raise InvalidRequest(
+            f"{rows} rows of {length_bytes} bytes, {pitch_bytes} apart in the target and {source_pitch_bytes} in the"
+            " source: there must be one at least, and none may overlap"
+        )
+    check_bounds(target, offset_bytes, length_bytes + (rows - 1) * pitch_bytes)
+    if isinstance(source, SlabSource):
+        check_bounds(source.slab, source.offset_bytes, length_bytes + (rows - 1) * source_pitch_bytes)
 
 
 def check_room(first_index: int, count: int, slabs_max: int, mapped: Container[int]) -> None:

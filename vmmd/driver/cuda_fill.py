@@ -10,8 +10,8 @@ reads of host memory. So:
   others' chunks are under way. Host slabs are no exception: to open them to the
   processor takes longer than to write them through the GPU.
 
-What costs is each call, so copies at regular distances become `Rows` first: one
-read and one two-dimensional copy move as many of them as a buffer holds.
+What costs is each call, so of rows that lie back to back in a file, one read and one
+two-dimensional copy move as many as a buffer holds.
 
 Buffers and streams are made once. In the steady state nothing is allocated:
 cuMemAlloc and cuMemFree would wait for running kernels.
@@ -20,13 +20,12 @@ cuMemAlloc and cuMemFree would wait for running kernels.
 import ctypes
 import queue
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from vmmd.driver.base import FileSource
 from vmmd.driver.cuda_calls import Gpu, call
 from vmmd.driver.host_memfd import read_into
 from vmmd.errors import DriverError
@@ -45,72 +44,18 @@ class Place:
     gpu: Gpu
     on_host: bool
 
-    def __add__(self, offset_bytes: int) -> "Place":
-        return Place(self.address + offset_bytes, self.gpu, self.on_host)
 
-
-class Rows(NamedTuple):
-    """Copies of one length at regular distances in their source and target; or one copy, with distances of 0."""
-
-    source: int  # where the first row begins: an offset
-    target: int
-    row_bytes: int
-    height: int  # how many rows
-    source_pitch: int
-    target_pitch: int
-
-
-def merge(copies: Iterable[tuple[int, int, int]], *, pitched_sources: bool) -> list[Rows]:
-    """Joins neighbours among copies of (source offset, target offset, length > 0) of one source and one target.
-
-    Copies that go on where the one before ends, in both, become one longer copy;
-    what then has equal lengths and distances becomes rows. Unless `pitched_sources`,
-    rows lie back to back in the source. The order stays: sort copies that may be moved
-    by their source, which brings neighbours together.
-    """
-    longer: list[tuple[int, int, int]] = []
-    begin = target_begin = end = target_end = 0
-    for source, target, length_bytes in copies:
-        if source != end or target != target_end or end == begin:
-            if end != begin:
-                longer.append((begin, target_begin, end - begin))
-            begin, target_begin = source, target
-        end, target_end = source + length_bytes, target + length_bytes
-    if end != begin:
-        longer.append((begin, target_begin, end - begin))
-
-    merged: list[Rows] = []
-    first = first_target = row_bytes = height = pitch = target_pitch = last = last_target = 0
-    for source, target, length_bytes in longer:
-        step, target_step = source - last, target - last_target
-        if height == 1 and length_bytes == row_bytes:
-            fits = length_bytes <= target_step <= PITCH_MAX_BYTES and (
-                length_bytes <= step <= PITCH_MAX_BYTES if pitched_sources else step == length_bytes
-            )
-        else:
-            fits = length_bytes == row_bytes and step == pitch and target_step == target_pitch
-        if fits:
-            height, pitch, target_pitch = height + 1, step, target_step
-        else:
-            if height:
-                merged.append(Rows(first, first_target, row_bytes, height, pitch, target_pitch))
-            first, first_target, row_bytes, height, pitch, target_pitch = source, target, length_bytes, 1, 0, 0
-        last, last_target = source, target
-    if height:
-        merged.append(Rows(first, first_target, row_bytes, height, pitch, target_pitch))
-    return merged
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows whose slabs are mapped: `source` and `target` are where the first begins."""
+class Piece(NamedTuple):
+    """A copy whose slabs are mapped: offsets are from where those begin, or in a file by its descriptor."""
 
     target: Place
-    source: Place | FileSource
+    offset: int
+    source: Place | int
+    source_offset: int
     row_bytes: int
-    height: int = 1
-    source_pitch: int = 0
-    target_pitch: int = 0
+    height: int  # how many rows
+    pitch: int
+    source_pitch: int
 
 
 class _Chunk(NamedTuple):
@@ -189,13 +134,13 @@ class Filler:
         for future in futures:
             future.result()
 
-    def read(self, place: Place, length_bytes: int) -> bytes:
+    def read(self, place: Place, offset_bytes: int, length_bytes: int) -> bytes:
         """A copy of mapped bytes."""
         data = bytearray(length_bytes)
         with self._lane() as lane:
             for start in range(0, length_bytes, self._chunk_bytes):
                 part_bytes = min(self._chunk_bytes, length_bytes - start)
-                self._read_chunk(lane, place.gpu, place.address + start, part_bytes)
+                self._read_chunk(lane, place.gpu, place.address + offset_bytes + start, part_bytes)
                 data[start : start + part_bytes] = lane.buffer[:part_bytes]
         return bytes(data)
 
@@ -214,55 +159,59 @@ class Filler:
     def _direct(self, piece: Piece) -> Gpu | None:
         """The GPU whose copy engine can do all of this piece, if one can."""
         source, target = piece.source, piece.target
-        if isinstance(source, FileSource):
+        if isinstance(source, int):
             return None
         if source.on_host or target.on_host:
             return source.gpu if target.on_host else target.gpu
         return target.gpu if target.gpu == source.gpu or target.gpu.ordinal in source.gpu.reached_by else None
 
     def _copy(self, gpu: Gpu, pieces: Sequence[Piece]) -> None:
-        stream = self._streams[gpu.uuid]
+        """Several callers share a stream, so that one's copies begin when another's end; each waits for its own."""
+        cu, stream = self._cu, self._streams[gpu.uuid]
         with self._on(gpu):
+            arrived = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
             try:
                 for piece in pieces:
                     self._copy_rows(piece, stream)
+                call(cu.cuEventRecord, arrived, stream)
+                call(cu.cuEventSynchronize, arrived)
             except BaseException:
-                self._cu.cuStreamSynchronize(stream)
+                cu.cuStreamSynchronize(stream)
                 raise
-            call(self._cu.cuStreamSynchronize, stream)
+            finally:
+                cu.cuEventDestroy(arrived)
 
     def _copy_rows(self, piece: Piece, stream: Any) -> None:
         """From slab to slab; in one call across the bus, else by row: copies within a GPU are choosy about pitches."""
-        source, target = piece.source, piece.target
+        target, offset, source, source_offset, row_bytes, height, pitch, source_pitch = piece
         assert isinstance(source, Place)
-        if piece.height > 1 and source.on_host != target.on_host:
+        at, source_at = target.address + offset, source.address + source_offset
+        if height > 1 and source.on_host != target.on_host and max(pitch, source_pitch) <= PITCH_MAX_BYTES:
             rows = self._cu.CUDA_MEMCPY2D()
             rows.srcMemoryType = rows.dstMemoryType = self._cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-            rows.srcDevice, rows.srcPitch = source.address, piece.source_pitch
-            rows.dstDevice, rows.dstPitch = target.address, piece.target_pitch
-            rows.WidthInBytes, rows.Height = piece.row_bytes, piece.height
+            rows.srcDevice, rows.srcPitch = source_at, source_pitch
+            rows.dstDevice, rows.dstPitch = at, pitch
+            rows.WidthInBytes, rows.Height = row_bytes, height
             call(self._cu.cuMemcpy2DAsync, rows, stream)
             return
-        for i in range(piece.height):
-            at, source_at = target.address + i * piece.target_pitch, source.address + i * piece.source_pitch
-            call(self._cu.cuMemcpyAsync, at, source_at, piece.row_bytes, stream)
+        for i in range(height):
+            call(self._cu.cuMemcpyAsync, at + i * pitch, source_at + i * source_pitch, row_bytes, stream)
 
     def _chunks(self, piece: Piece) -> Iterator[_Chunk]:
-        """Parts that fit a buffer: several whole rows from a file, or parts of a row."""
-        gpu, target, source = piece.target.gpu, piece.target.address, piece.source
-        if isinstance(source, FileSource):
-            source_gpu, fd, begin = None, source.fd, source.offset_bytes
-            step = self._chunk_bytes // piece.row_bytes
+        """Parts that fit a buffer: several whole rows that are back to back in a file, or parts of a row."""
+        place, offset, source, source_offset, row_bytes, height, pitch, source_pitch = piece
+        gpu, target = place.gpu, place.address + offset
+        if isinstance(source, int):
+            source_gpu, fd, begin = None, source, source_offset
+            step = self._chunk_bytes // row_bytes if source_pitch == row_bytes and pitch <= PITCH_MAX_BYTES else 1
         else:
-            source_gpu, fd, begin, step = source.gpu, -1, source.address, 1
-        row_bytes, pitch, source_pitch = piece.row_bytes, piece.target_pitch, piece.source_pitch
+            source_gpu, fd, begin, step = source.gpu, -1, source.address + source_offset, 1
         if step > 1:
-            for row in range(0, piece.height, step):
-                height = min(step, piece.height - row)
+            for row in range(0, height, step):
                 at, source_at = target + row * pitch, begin + row * source_pitch
-                yield _Chunk(gpu, at, source_gpu, fd, source_at, row_bytes, height, pitch)
+                yield _Chunk(gpu, at, source_gpu, fd, source_at, row_bytes, min(step, height - row), pitch)
             return
-        for row in range(piece.height):
+        for row in range(height):
             at, source_at = target + row * pitch, begin + row * source_pitch
             for start in range(0, row_bytes, self._chunk_bytes):
                 length_bytes = min(self._chunk_bytes, row_bytes - start)

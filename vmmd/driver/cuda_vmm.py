@@ -22,10 +22,10 @@ import numpy as np
 import structlog
 
 from vmmd.driver import cuda_calls
-from vmmd.driver.base import Copy, DeviceInfo, DeviceMemory, FileSource, Slab
+from vmmd.driver.base import Copy, DeviceInfo, DeviceMemory, FileSource, Slab, check_bounds, check_copy
 from vmmd.driver.cuda_calls import Gpu, PeerAccess, call
-from vmmd.driver.cuda_fill import Filler, Piece, Place, Rows, merge
-from vmmd.driver.host_memfd import HOST_UUID, HostDriver, HostReservation, check_bounds, create_failed
+from vmmd.driver.cuda_fill import Filler, Piece, Place
+from vmmd.driver.host_memfd import HOST_UUID, HostDriver, HostReservation, create_failed
 from vmmd.errors import DriverError, Exhausted, InvalidRequest, NoDevice, NotFound
 
 FRESH_CHECK_BYTES = 64 << 20
@@ -141,7 +141,10 @@ class CudaDriver:
         return DeviceMemory(total_bytes, free_bytes)
 
     def create(self, device_uuid: str, size_bytes: int) -> Slab:
-        """Allocates a slab of zeros on the device that is named, and exports it once."""
+        """Allocates a slab of zeros on the device that is named, and exports it once.
+
+        Slabs of the host are mapped at once: they are all filled, and by then others may be allocating.
+        """
         info = self._device(device_uuid)
         if size_bytes <= 0 or size_bytes % info.page_bytes:
             raise InvalidRequest(f"slab of {size_bytes} bytes: must be a multiple of {info.page_bytes} bytes")
@@ -153,6 +156,8 @@ class CudaDriver:
             else:
                 allocation = self._allocate_on(self._gpus[device_uuid], size_bytes)
             undo.callback(self._release, allocation)
+            if info.is_host:
+                self._place(allocation)
             if device_uuid in self._to_clear:
                 self._filler.set_bytes(self._place(allocation), 0, size_bytes)
             undo.pop_all()
@@ -179,48 +184,30 @@ class CudaDriver:
     def fill(self, copies: Sequence[Copy]) -> None:
         """Reads files with several threads; copy engines do the rest. Slabs stay mapped here from then on.
 
-        Copies from files are made in any order, those between slabs of one GPU as they come.
+        Copies from files are made in any order, those between slabs as they come where one GPU makes them all.
         """
-        slabs: dict[_Allocation, Slab] = {}
-        from_files: dict[tuple[_Allocation, int], list[tuple[int, int, int]]] = {}
-        from_slabs: list[tuple[_Allocation, _Allocation, list[tuple[int, int, int]]]] = []
-        last: tuple[_Allocation | None, int] = (None, -1)
-        for copy in copies:  # many thousands, so each may take a microsecond or two
-            slab, offset_bytes, length_bytes, source = copy.target, copy.offset_bytes, copy.length_bytes, copy.source
-            if offset_bytes < 0 or length_bytes < 0 or offset_bytes + length_bytes > slab.size_bytes:
-                check_bounds(slab, offset_bytes, length_bytes)
-            target: _Allocation = slab.handle
-            if isinstance(source, FileSource):
-                if target is not last[0] or source.fd != last[1]:
-                    last = target, source.fd
-                    slabs[target] = slab
-                    some = from_files.setdefault((target, source.fd), [])
-                if length_bytes:
-                    some.append((source.offset_bytes, offset_bytes, length_bytes))
-            else:
-                check_bounds(source.slab, source.offset_bytes, length_bytes)
-                home: _Allocation = source.slab.handle
-                slabs[target], slabs[home] = slab, source.slab
-                if not from_slabs or from_slabs[-1][:2] != (target, home) or target is home:
-                    from_slabs.append((target, home, []))
-                if length_bytes:
-                    from_slabs[-1][2].append((source.offset_bytes, offset_bytes, length_bytes))
+        places: dict[_Allocation, Place] = {}
 
-        places = {allocation: self._slab_place(slab) for allocation, slab in slabs.items()}
+        def place(slab: Slab) -> Place:
+            allocation: _Allocation = slab.handle
+            found = places.get(allocation)
+            if found is None:
+                found = places[allocation] = self._slab_place(slab)
+            return found
+
         pieces = []
-        for (target, fd), some in from_files.items():
-            some.sort()
-            for rows in merge(some, pitched_sources=False):
-                pieces.append(_piece(rows, places[target], FileSource(fd, rows.source)))
-        for target, home, some in from_slabs:
-            for rows in merge(some, pitched_sources=True):
-                pieces.append(_piece(rows, places[target], places[home] + rows.source))
+        for copy in copies:
+            check_copy(copy)
+            target, offset_bytes, length_bytes, source, *rows = copy
+            if length_bytes:
+                of = source.fd if isinstance(source, FileSource) else place(source.slab)
+                pieces.append(Piece(place(target), offset_bytes, of, source.offset_bytes, length_bytes, *rows))
         self._filler.fill(pieces)
 
     def read(self, slab: Slab, offset_bytes: int, length_bytes: int) -> bytes:
         """A copy of the slab's bytes, by the copy engine."""
         check_bounds(slab, offset_bytes, length_bytes)
-        return self._filler.read(self._slab_place(slab) + offset_bytes, length_bytes)
+        return self._filler.read(self._slab_place(slab), offset_bytes, length_bytes)
 
     def destroy(self, slab: Slab) -> None:
         """Unmaps, releases and closes; a second call does nothing."""
@@ -447,10 +434,6 @@ class CudaDriver:
     def _uncount_host(self, size_bytes: int) -> None:
         with self._lock:
             self._host_bytes -= size_bytes
-
-
-def _piece(rows: Rows, target: Place, source: Place | FileSource) -> Piece:
-    return Piece(target + rows.target, source, rows.row_bytes, rows.height, rows.source_pitch, rows.target_pitch)
 
 
 def _check_descriptors(size_bytes: int) -> None:

@@ -29,7 +29,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vmmd.driver.base import Copy, DeviceInfo, DeviceMemory, FileSource, ShortRead, Slab, SlabSource, check_room
+from vmmd.driver.base import (
+    Copy,
+    DeviceInfo,
+    DeviceMemory,
+    FileSource,
+    ShortRead,
+    Slab,
+    check_bounds,
+    check_copy,
+    check_room,
+)
 from vmmd.errors import DriverError, Exhausted, InvalidRequest, NotFound
 
 HOST_UUID = "HOST-RAM"
@@ -193,12 +203,10 @@ class HostDriver:
         """
         by_target: dict[_Memfd, list[Copy]] = {}
         for copy in copies:
-            check_bounds(copy.target, copy.offset_bytes, copy.length_bytes)
-            if isinstance(copy.source, SlabSource):
-                check_bounds(copy.source.slab, copy.source.offset_bytes, copy.length_bytes)
+            check_copy(copy)
             by_target.setdefault(copy.target.handle, []).append(copy)
         jobs = list(by_target.values())
-        if len(jobs) < 2 or sum(copy.length_bytes for copy in copies) < _THREADS_FROM_BYTES:
+        if len(jobs) < 2 or sum(copy.size_bytes for copy in copies) < _THREADS_FROM_BYTES:
             for job in jobs:
                 _fill_slab(job)
             return
@@ -383,12 +391,6 @@ def _fd(slab: Slab) -> int:
     return fd
 
 
-def check_bounds(slab: Slab, offset_bytes: int, length_bytes: int) -> None:
-    """Refuses bytes outside a slab. Errors: `InvalidRequest`."""
-    if offset_bytes < 0 or length_bytes < 0 or offset_bytes + length_bytes > slab.size_bytes:
-        raise InvalidRequest(f"{length_bytes} bytes at {offset_bytes} lie outside a slab of {slab.size_bytes} bytes")
-
-
 def _fill_slab(copies: Sequence[Copy]) -> None:
     """All copies of one target slab."""
     target = copies[0].target
@@ -397,8 +399,11 @@ def _fill_slab(copies: Sequence[Copy]) -> None:
             # A slab is a file too: reading it needs no second mapping and no GIL.
             source = copy.source
             fd = source.fd if isinstance(source, FileSource) else _fd(source.slab)
-            with window[copy.offset_bytes : copy.offset_bytes + copy.length_bytes] as part:
-                read_into(part, fd, source.offset_bytes)
+            at, source_at = copy.offset_bytes, source.offset_bytes
+            for _ in range(copy.rows):
+                with window[at : at + copy.length_bytes] as part:
+                    read_into(part, fd, source_at)
+                at, source_at = at + copy.pitch_bytes, source_at + copy.source_pitch_bytes
 
 
 def read_into(buffer: memoryview, fd: int, offset_bytes: int) -> None:
