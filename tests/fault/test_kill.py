@@ -27,7 +27,7 @@ from tests.helpers.peer import (
 )
 from vmmd.core.ledger import SlabState
 from vmmd.errors import VmmError
-from vmmd.manager import model as model_module
+from vmmd.manager import filling
 
 SLAB_BYTES = 64 << 10
 CONFIG = """
@@ -203,7 +203,7 @@ def test_a_failing_driver_leaves_nothing_of_a_growth(
     model: SmallModel, operation: Operation, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever call fails while a range grows out of free slabs and an arena, the next growth finds everything."""
-    monkeypatch.setattr(model_module, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(filling, "CHUNK_BYTES", chunk_bytes)
 
     async def scenario() -> None:
         host = Host(18)
@@ -325,7 +325,7 @@ async def _settle(host: Host) -> None:
     until = time.monotonic() + 5
     ledger = host.manager.ledger
     while any(ledger.slabs_in(d, SlabState.REVOKING) for d in ledger.devices) or any(
-        m.working or m._quiet for m in host.manager.models.values()
+        m.working or m.releasing for m in host.manager.models.values()
     ):
         assert time.monotonic() < until
         await asyncio.sleep(0.001)

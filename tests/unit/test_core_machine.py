@@ -252,10 +252,10 @@ class CoreMachine(RuleBasedStateMachine):
     def _refill(self, model: FakeModel) -> None:
         arena = model.arena
         for p in range(len(arena.parts)):
-            for slot_bytes, slot in list(arena.empty_slots(p)):
-                for expert in arena.hottest_missing(slot_bytes, 1):
-                    arena.reserve(slot)
-                    arena.settle(expert, slot)
+            for slot_bytes, slots in arena.empty_slots(p).items():
+                experts = arena.hottest_missing(slot_bytes)[: len(slots)]
+                arena.reserve_all(slots[: len(experts)])
+                arena.settle_all(experts, slots[: len(experts)])
 
     # Growth
 
@@ -471,9 +471,9 @@ class CoreMachine(RuleBasedStateMachine):
     def _begin(self, model: FakeModel, trade: arbiter.ArenaTrade) -> Flight:
         arena = model.arena
         model.gave = True
-        closed = [s for _, s in arena.empty_slots(trade.part) if s.slab in trade.indexes]
-        for slot in closed:
-            arena.reserve(slot)
+        empty = arena.slots_that_are(EMPTY, trade.part, trade.indexes)
+        arena.reserve_all(empty)
+        closed = [Slot(*slot) for slot in empty.tolist()]
         for move in trade.moves:
             if move.displaced == EMPTY:
                 arena.reserve(move.to)
@@ -488,10 +488,11 @@ class CoreMachine(RuleBasedStateMachine):
         for move in moves:
             slot = model.arena.slot_of(move.expert)
             assert slot is not None
-            model.arena.settle(move.expert, move.to)
             model.busy.discard(move.to)
             model.busy.add(slot)
             left.append(slot)
+        places = np.array([move.to for move in moves], np.int64).reshape(-1, 3)
+        model.arena.settle_all(np.array([move.expert for move in moves], np.int64), places)
         return left
 
     def _step(self, flight: Flight) -> None:

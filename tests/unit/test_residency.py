@@ -102,6 +102,64 @@ def test_slot_refusals(arena: Arena) -> None:
     arena.settle(6, Slot(0, 3, 0))
 
 
+def test_many_slots(arena: Arena) -> None:
+    """Many slots go through a life at once as they do one by one, and experts leave the slots that they were in."""
+    other = Arena(7, "alice", arena.geometry, [Part(1, "a", SLAB), Part(2, "b", SLAB)], 99)
+    for part, index, size in ((0, 0, SMALL), (0, 3, LARGE), (1, 0, SMALL)):
+        other.add_slab(part, index, size)
+    experts = [5, 6, 0, 3, 1]
+    places = [Slot(1, 0, 2), Slot(0, 3, 1), Slot(0, 0, 3), Slot(1, 0, 0), Slot(0, 0, 0)]
+    for one in (arena, other):
+        put(one, 3, Slot(0, 0, 1))
+    for slot in places:
+        arena.reserve(slot)
+    other.reserve_all(np.array(places))
+    assert frozen(arena) == frozen(other)
+    for expert, slot in zip(experts, places, strict=True):
+        arena.settle(expert, slot)
+    other.settle_all(np.array(experts), np.array(places))
+    assert frozen(arena) == frozen(other)
+    other.check()
+    assert [other.slot_of(e) for e in range(8)] == [arena.slot_of(e) for e in range(8)]
+    for one in (arena, other):
+        one.vacate(0)
+        one.vacate(6)
+    left = [Slot(0, 3, 1), Slot(0, 0, 3), Slot(0, 0, 1)]
+    for slot in left:
+        arena.release(slot)
+    other.release_all(np.array(left))
+    other.check()
+    assert frozen(arena) == frozen(other)
+    for call in (other.reserve_all, other.release_all):
+        call(np.zeros((0, 3), np.int64))
+    other.settle_all(np.zeros(0, np.int64), np.zeros((0, 3), np.int64))
+    assert frozen(arena) == frozen(other)
+
+
+def test_refusals_of_many_slots(arena: Arena) -> None:
+    """One slot among many that refuses, or that is named twice, refuses all of them, and nothing changes."""
+    put(arena, 0, Slot(0, 0, 0))
+    arena.reserve_all(np.array([[0, 0, 1], [0, 3, 0], [1, 0, 0]]))
+    refuses(arena, arena.reserve_all, np.array([[0, 0, 2], [0, 0, 1]]))
+    refuses(arena, arena.reserve_all, np.array([[0, 0, 2], [1, 0, 3], [0, 0, 2]]))
+    refuses(arena, arena.release_all, np.array([[0, 0, 1], [0, 0, 0]]))
+    refuses(arena, arena.settle_all, np.array([1, 2]), np.array([[0, 0, 1], [0, 0, 2]]))
+    refuses(arena, arena.settle_all, np.array([1, 1]), np.array([[0, 0, 1], [1, 0, 0]]))
+    refuses(arena, arena.settle_all, np.array([1, 2]), np.array([[0, 0, 1], [0, 3, 0]]))
+    arena.settle_all(np.array([0, 7]), np.array([[0, 0, 1], [0, 3, 0]]))
+    arena.check()
+
+
+def test_homes_are_planned(arena: Arena) -> None:
+    """Homes come slab by slab in the order that is asked for, by size class, those of a slab in their own order."""
+    arena.plan_homes(SLAB, 3, np.array([7, 5, 4, 3, 2, 6, 1, 0]))
+    assert arena.home.tolist() == [[2, 0], [2, 1], [1, 0], [1, 1], [1, 2], [1, 3], [0, 0], [0, 1]]
+    for slabs, without in ((2, [0, 1]), (1, [0, 1, 2, 3, 4, 5]), (0, list(range(8)))):
+        arena.home[:] = NOWHERE
+        arena.plan_homes(SLAB, slabs, np.arange(8)[::-1])
+        assert np.flatnonzero(arena.home[:, 0] == NOWHERE).tolist() == without
+
+
 def test_slabs(arena: Arena) -> None:
     """A slab is added once and leaves without experts; its busy slots go with it."""
     refuses(arena, arena.add_slab, 0, 3, SMALL)
@@ -118,11 +176,9 @@ def test_missing(arena: Arena) -> None:
     arena.heat[:] = [1, 5, 1, 0, 9, 2, 3, 3]
     arena.home_ready[5] = False
     put(arena, 4, Slot(0, 0, 0))
-    assert arena.hottest_missing(SMALL, 9) == [1, 0, 2, 3]
-    assert arena.hottest_missing(SMALL, 2) == [1, 0]
-    assert arena.hottest_missing(LARGE, 9) == [6, 7]
-    assert arena.hottest_missing(SMALL, 0) == []
-    assert arena.hottest_missing(999, 5) == []
+    assert arena.hottest_missing(SMALL).tolist() == [1, 0, 2, 3]
+    assert arena.hottest_missing(LARGE).tolist() == [6, 7]
+    assert arena.hottest_missing(999).tolist() == []
 
 
 def test_missing_classes(arena: Arena) -> None:
@@ -139,8 +195,11 @@ def test_empty_slots(arena: Arena) -> None:
     put(arena, 0, Slot(0, 0, 0))
     arena.reserve(Slot(0, 0, 1))
     arena.reserve(Slot(0, 3, 1))
-    assert list(arena.empty_slots(0)) == [(SMALL, Slot(0, 0, 2)), (SMALL, Slot(0, 0, 3)), (LARGE, Slot(0, 3, 0))]
-    assert len(list(arena.empty_slots(1))) == 4
+    found = {size: slots.tolist() for size, slots in arena.empty_slots(0).items()}
+    assert found == {SMALL: [[0, 0, 2], [0, 0, 3]], LARGE: [[0, 3, 0]]}
+    assert [len(slots) for slots in arena.empty_slots(1).values()] == [4]
+    assert arena.slots_that_are(BUSY, 0, [3, 0]).tolist() == [[0, 3, 1], [0, 0, 1]]
+    assert arena.slots_that_are(BUSY, 1, []).shape == (0, 3)
 
 
 def test_heat_covered(arena: Arena) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from strata_api.v1 import admin_pb2, pages
 
@@ -19,8 +20,7 @@ from vmmd.core.ledger import DeviceRecord, SlabState
 from vmmd.driver.base import Copy, FileSource, SlabSource
 from vmmd.driver.host_memfd import HOST_UUID, HostDriver
 from vmmd.errors import DriverError, NotFound, StaleGeneration, Unavailable
-from vmmd.manager import Manager, verify
-from vmmd.manager import model as model_module
+from vmmd.manager import Manager, filling, verify
 from vmmd.manager.compare import SAMPLE_BYTES, sample
 from vmmd.manager.manager import Options
 from vmmd.manager.model import Model
@@ -118,12 +118,12 @@ def test_a_sample_is_the_ends_of_a_copy(driver: HostDriver, tmp_path: Path, leng
     os.close(fd)
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, model_module.CHUNK_BYTES])
+@pytest.mark.parametrize("chunk_bytes", [1, filling.CHUNK_BYTES])
 def test_a_fill_that_does_not_arrive_is_refused(
     small: SmallModel, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
     """A model whose bytes do not arrive is not opened; the error names device, range and slab, and opening goes on."""
-    monkeypatch.setattr(model_module, "CHUNK_BYTES", chunk_bytes)  # 1: the weights are the first chunk
+    monkeypatch.setattr(filling, "CHUNK_BYTES", chunk_bytes)  # 1: the weights are the first chunk
 
     async def scenario(host: Host) -> None:
         host.driver.corrupts = lambda copy: True
@@ -145,10 +145,10 @@ def test_a_slot_that_does_not_arrive_is_not_published(small: SmallModel) -> None
         slot = model.arena.slot_of(5)
         assert slot is not None
         model.arena.vacate(5)
-        model._point(5)
+        model.point(np.array([5]))
         host.driver.corrupts = lambda copy: True
         with pytest.raises(DriverError, match="on SIM differs from the copy in host memory at byte"):
-            await model.fill([model.slot_piece(5, slot)])
+            await filling.fill(model, filling.slots(model, np.array([5]), np.array([slot])))
         assert model.arena.slot_of(5) is None
         assert pages.unpack(model.table.entry(5)).tier == pages.TIER_HOST
         model.arena.release(slot)
@@ -163,7 +163,7 @@ def test_a_home_that_does_not_arrive_is_refused(small: SmallModel) -> None:
         model = await host.open(small)
         host.driver.corrupts = lambda copy: True
         with pytest.raises(DriverError, match=r"slab \d+ of range \d+ \(homes\) on HOST-RAM differs from its file"):
-            await model.fill([model.home_piece(5)])
+            await filling.fill(model, filling.homes(model, np.array([5])))
 
     _run(scenario)
 
@@ -204,12 +204,12 @@ def test_damage_is_named(small: SmallModel, monkeypatch: pytest.MonkeyPatch, pie
         slot = model.arena.slot_of(17)
         assert slot is not None
         at = slot.slot * SLOT_BYTES + MATRIX_BYTES
-        in_slot = model.slab(model.ranges[0].slabs[slot.slab])
+        in_slot = model.slabs[model.ranges[0].slabs[slot.slab]]
         damage(in_slot, at + 100)
         damage(in_slot, at + 3000)
         home_slab, home_slot = map(int, model.arena.home[35])
-        damage(model.slab(model.homes.slabs[home_slab]), home_slot * SLOT_BYTES)
-        damage(model.slab(model.weights.slabs[0]), 9)
+        damage(model.slabs[model.homes.slabs[home_slab]], home_slot * SLOT_BYTES)
+        damage(model.slabs[model.weights.slabs[0]], 9)
         found = await _verified(model)
         assert found.mismatched == 3
         assert [dataclasses.astuple(m) for m in found.mismatches] == [
@@ -227,7 +227,7 @@ def test_mismatches_are_listed_up_to_a_hundred(small: SmallModel) -> None:
     async def scenario(host: Host) -> None:
         model = await host.open(small)
         for slab_id in model.ranges[0].slabs.values():
-            os.pwrite(model.slab(slab_id).handle.fd, bytes(SLAB_BYTES), 0)
+            os.pwrite(model.slabs[slab_id].handle.fd, bytes(SLAB_BYTES), 0)
         found = await _verified(model)
         assert (found.mismatched, len(found.mismatches)) == (3 * 64, verify.MISMATCHES_MAX)
         assert found.mismatches[0].differing_bytes > 0
@@ -243,7 +243,7 @@ def test_a_changed_file_leaves_the_homes(small: SmallModel, shrinks: bool) -> No
         model = await host.open(small)
         slot = model.arena.slot_of(2)
         assert slot is not None
-        damage(model.slab(model.ranges[0].slabs[slot.slab]), slot.slot * SLOT_BYTES)
+        damage(model.slabs[model.ranges[0].slabs[slot.slab]], slot.slot * SLOT_BYTES)
         reads = 0
 
         def change(_: object) -> None:
@@ -270,7 +270,7 @@ def test_a_trade_waits_for_a_slot_that_is_read_and_it_is_compared_again(small: S
     async def scenario(host: Host) -> None:
         model = await host.open(small)
         begun, go_on = threading.Event(), threading.Event()
-        arena_slabs = {id(model.slab(i)) for i in model.ranges[0].slabs.values()}
+        arena_slabs = {id(model.slabs[i]) for i in model.ranges[0].slabs.values()}
 
         def block(slab: object) -> None:
             if id(slab) in arena_slabs and not begun.is_set():

@@ -133,13 +133,32 @@ def build(
         total += pages.align(extent.length_bytes)
     if not weights:
         raise InvalidRequest("geometry: a model has weights beside its experts; none were named")
-    aligned = (size + pages.ALIGN_BYTES - 1) // pages.ALIGN_BYTES * pages.ALIGN_BYTES
     digest = hashlib.sha256(repr((n_layers, n_experts, top_k, tuple(weights))).encode())
     for array in (file, offset, size):
         digest.update(array.tobytes())
     return Geometry(
-        n_layers, n_experts, top_k, file, offset, size, aligned.sum(axis=1), tuple(weights), total, digest.hexdigest()
+        n_layers,
+        n_experts,
+        top_k,
+        file,
+        offset,
+        size,
+        _aligned(size).sum(axis=1),
+        tuple(weights),
+        total,
+        digest.hexdigest(),
     )
+
+
+def matrix_offsets(sizes: I64) -> I64:
+    """Byte offsets of gate, up and down in slots, for sizes ``[k, 3]``: `pages.slot_layout` for arrays."""
+    aligned = _aligned(sizes)
+    return np.cumsum(aligned, axis=1) - aligned
+
+
+def _aligned(sizes: I64) -> I64:
+    aligned: I64 = (sizes + pages.ALIGN_BYTES - 1) // pages.ALIGN_BYTES * pages.ALIGN_BYTES
+    return aligned
 
 
 def _inside(what: str, file: int, offset: int, end: int, file_bytes: Sequence[int]) -> None:

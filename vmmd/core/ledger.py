@@ -83,13 +83,13 @@ class RangeRecord:
     cells_per_slab: int = 0
     cells_max: int = 0
     slabs: dict[int, int] = field(default_factory=dict)
+    filled_to: int = field(default=0, repr=False)  # no index below it is without a slab
 
     def hole(self) -> int:
         """The lowest index without a slab."""
-        count = len(self.slabs)
-        if not count or max(self.slabs) == count - 1:
-            return count
-        return next(i for i in range(self.slabs_max) if i not in self.slabs)
+        while self.filled_to in self.slabs:
+            self.filled_to += 1
+        return self.filled_to
 
 
 @dataclass(frozen=True)
@@ -257,6 +257,7 @@ class Ledger:
         assert slab.range_id is not None and slab.index is not None
         record = self.ranges[slab.range_id]
         del record.slabs[slab.index]
+        record.filled_to = min(record.filled_to, slab.index)
         if record.kind is RangeKind.ARENA:
             slab.traded_s = now_s
         slab.range_id = slab.index = None
@@ -306,4 +307,5 @@ class Ledger:
             assert all(self.slabs[i].state is state for state, group in states.items() for i in group)
             assert sum(self.bytes_by_kind(uuid).values()) == len(ids) * self.devices[uuid].slab_bytes
         for record in self.ranges.values():
+            assert all(index in record.slabs for index in range(record.filled_to)), "a hole is overlooked"
             assert record.kind is not RangeKind.KV or record.owner in self.sessions, "a K/V range without a session"

@@ -9,6 +9,7 @@ in a slab allocator. Experts go by their flat id.
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -134,11 +135,89 @@ class Arena:
         """BUSY -> EMPTY: no step reads it any more, or its filling was given up."""
         self._expect(slot, BUSY, "busy").put(slot.slot, EMPTY)
 
+    def reserve_all(self, slots: I64) -> None:
+        """The same with many slots ``[k, 3]``: all of them, or none."""
+        for slab, _, numbers in self._expect_all(slots, EMPTY, "empty"):
+            slab.occupants[numbers] = BUSY
+            slab.empty -= len(numbers)
+            slab.busy += len(numbers)
+
+    def settle_all(self, experts: I64, slots: I64) -> None:
+        """The same with an expert for each of many slots ``[k, 3]``: all of them, or none."""
+        found = self._expect_all(slots, BUSY, "reserved")
+        sizes = np.zeros(len(experts), np.int64)
+        for slab, chosen, _ in found:
+            sizes[chosen] = slab.slot_bytes
+        if (self.geometry.slot_bytes[experts] != sizes).any():
+            raise ValueError("a slot is not of its expert's size")
+        ordered = np.sort(experts)
+        if (ordered[1:] == ordered[:-1]).any():
+            raise ValueError("an expert cannot settle in two slots")
+        for expert in experts[self.place[experts, 0] != NOWHERE].tolist():
+            self.vacate(expert)
+        for slab, chosen, numbers in found:
+            slab.occupants[numbers] = experts[chosen]
+            slab.busy -= len(numbers)
+        self.place[experts] = slots
+        for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):
+            self._slot_of[expert] = Slot(*slot)
+
+    def release_all(self, slots: I64) -> None:
+        """The same with many slots ``[k, 3]``: all of them, or none."""
+        for slab, _, numbers in self._expect_all(slots, BUSY, "busy"):
+            slab.occupants[numbers] = EMPTY
+            slab.busy -= len(numbers)
+            slab.empty += len(numbers)
+
     def _expect(self, slot: Slot, occupant: int, what: str) -> SlabSlots:
         slab = self.parts[slot.part].slabs[slot.slab]
         if slab.occupants.item(slot.slot) != occupant:
             raise ValueError(f"{slot} is not {what}")
         return slab
+
+    def _expect_all(self, slots: I64, occupant: int, what: str) -> list[tuple[SlabSlots, I64, I64]]:
+        """By slab of slots ``[k, 3]`` that hold `occupant`: the slab, which rows are its own, their slot numbers."""
+        if not len(slots):
+            return []
+        order = np.lexsort((slots[:, 2], slots[:, 1], slots[:, 0]))
+        ordered = slots[order]
+        numbers = ordered[:, 2]
+        another = (ordered[1:, 1] != ordered[:-1, 1]) | (ordered[1:, 0] != ordered[:-1, 0])
+        if not (another | (numbers[1:] != numbers[:-1])).all():
+            raise ValueError("a slot is named twice")
+        bounds = [0, *(np.flatnonzero(another) + 1).tolist(), len(slots)]
+        found = []
+        for start, stop in pairwise(bounds):
+            part, index = ordered[start, :2].tolist()
+            slab = self.parts[part].slabs[index]
+            if np.count_nonzero(slab.occupants[numbers[start:stop]] == occupant) < stop - start:
+                raise ValueError(f"a slot of slab {index} of part {part} is not {what}")
+            found.append((slab, order[start:stop], numbers[start:stop]))
+        return found
+
+    # Homes
+
+    def plan_homes(self, slab_bytes: int, slabs: int, order: I64) -> None:
+        """Gives homes in at most `slabs` slabs of the homes range to experts in `order`, by size class.
+
+        Slabs come in the order in which they are needed; within one, experts are in
+        their own order, as in a file. Experts beyond that have no home: they are pinned
+        to their device slots.
+        """
+        needed: list[I64] = []  # by class: where in the order a slab more is needed
+        filled: list[tuple[I64, I64]] = []  # experts, and which slab and slot of their class
+        for slot_bytes, _ in classes(self.geometry):
+            at = np.flatnonzero(self.geometry.slot_bytes[order] == slot_bytes)
+            slots = slab_bytes // slot_bytes
+            needed.append(at[::slots])
+            places = np.stack(np.divmod(np.arange(len(at)), slots), axis=1)
+            filled.append((order[at][np.lexsort((order[at], places[:, 0]))], places))
+        index = np.argsort(np.argsort(np.concatenate(needed)))
+        bounds = np.cumsum([len(some) for some in needed])[:-1]
+        for indexes, (experts, places) in zip(np.split(index, bounds), filled, strict=True):
+            slab = indexes[places[:, 0]] if len(places) else places[:, 0]
+            has = slab < slabs
+            self.home[experts[has]] = np.stack((slab, places[:, 1]), axis=1)[has]
 
     # Looking
 
@@ -166,11 +245,10 @@ class Arena:
         total = float(self.heat.sum())
         return float(self.heat[self.resident].sum()) / total if total > 0 else float(self.resident.mean())
 
-    def hottest_missing(self, slot_bytes: int, count: int) -> list[int]:
-        """Up to `count` experts of a size class that are in no slot and can be filled from a home, hottest first."""
+    def hottest_missing(self, slot_bytes: int) -> I64:
+        """The experts of a size class that are in no slot and can be filled from a home, hottest first."""
         missing = np.flatnonzero(~self.resident & self.home_ready & (self.geometry.slot_bytes == slot_bytes))
-        order = np.lexsort((missing, -self.heat[missing]))
-        return [int(e) for e in missing[order[:count]]]
+        return missing[np.argsort(-self.heat[missing], kind="stable")]
 
     def missing_classes(self) -> list[int]:
         """Size classes that have missing experts, the one with most missing heat first."""
@@ -179,13 +257,21 @@ class Arena:
         of = {int(c): missing & (self.geometry.slot_bytes == c) for c in classes}
         return sorted(of, key=lambda c: (-float(self.heat[of[c]].sum()), -int(of[c].sum()), c))
 
-    def empty_slots(self, part: int) -> Iterable[tuple[int, Slot]]:
-        """(slot_bytes, slot) of each empty slot of a part."""
+    def empty_slots(self, part: int) -> dict[int, I64]:
+        """The empty slots ``[k, 3]`` of a part by their size, slab after slab."""
+        of_size: dict[int, list[int]] = {}
         for index, slab in self.parts[part].slabs.items():
-            if not slab.empty:
-                continue
-            for slot in np.flatnonzero(slab.occupants == EMPTY):
-                yield slab.slot_bytes, Slot(part, index, int(slot))
+            if slab.empty:
+                of_size.setdefault(slab.slot_bytes, []).append(index)
+        return {slot_bytes: self.slots_that_are(EMPTY, part, indexes) for slot_bytes, indexes in of_size.items()}
+
+    def slots_that_are(self, occupant: int, part: int, indexes: Iterable[int]) -> I64:
+        """The slots ``[k, 3]`` of some slabs of a part that are EMPTY, or BUSY."""
+        found = [np.zeros((0, 3), np.int64)]
+        for index in indexes:
+            slots = np.flatnonzero(self.parts[part].slabs[index].occupants == occupant)
+            found.append(np.column_stack((np.full_like(slots, part), np.full_like(slots, index), slots)))
+        return np.concatenate(found)
 
     def check(self) -> None:
         """Raises `AssertionError` where slots and places disagree."""

@@ -264,7 +264,7 @@ class Manager:
             identities,
             self.driver,
             self.executor,
-            self.slabs.physical.__getitem__,
+            self.slabs.physical,
             self.options.quiesce_deadline_s,
             asyncio.get_running_loop().create_future(),
         )
@@ -456,7 +456,7 @@ class Manager:
         for device in self.ledger.devices.values():
             if device.uuid in self.driver.failed_devices():
                 self._fail(device)
-            if device.failed or self.slabs.physical.creating:
+            if device.failed or self.slabs.physical.creating[device.uuid]:
                 continue  # the driver counts slabs that are not known here yet
             try:
                 memory = self.driver.memory(device.uuid)
@@ -529,4 +529,5 @@ class Manager:
         for model in self.models.values():
             model.closed = True
         self.executor.shutdown(wait=False, cancel_futures=True)
+        self.slabs.physical.close()
         self.driver.close()

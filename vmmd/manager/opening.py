@@ -1,28 +1,31 @@
-"""Opening a model: its slabs are found, its weights, slots and homes filled.
+"""Opening a model: its slabs are found, its weights and slots filled, then the homes in host memory.
 
-Steps may start when every expert has a place; the homes of experts that are on a
-device are filled afterwards, behind the client's first tokens.
+Steps may start when every expert has a place: the homes of experts that are on a
+device are filled behind the client's first tokens (`vmmd.manager.homes`).
 """
 
 import asyncio
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 
 from vmmd.core import arbiter
 from vmmd.core.geometry import Geometry
-from vmmd.core.residency import NOWHERE, Slot, assign_classes, classes, slabs_needed
-from vmmd.errors import Exhausted, StaleGeneration, Unavailable, VmmError
-from vmmd.manager.model import Model, Piece, plan_homes
-from vmmd.manager.session import Session
+from vmmd.core.residency import NOWHERE, assign_classes, classes, slabs_needed
+from vmmd.errors import Exhausted, Unavailable, VmmError
+from vmmd.manager import filling
+from vmmd.manager.homes import Homes
+from vmmd.manager.model import Model
 
 if TYPE_CHECKING:
     from vmmd.manager.manager import Manager
 
-HOMES_AT_ONCE_BYTES = 512 << 20
-
 log = structlog.get_logger("vmmd.opening")
+
+I64 = npt.NDArray[np.int64]
 
 
 def arena_slabs_max(geometry: Geometry, slab_bytes: int) -> int:
@@ -32,16 +35,21 @@ def arena_slabs_max(geometry: Geometry, slab_bytes: int) -> int:
 
 async def run(manager: "Manager", model: Model) -> None:
     """Fills a new model and resolves `model.ready`; on an error it is given up whole."""
+    geometry = model.arena.geometry
+    homes: Homes | None = None
     try:
         await _provide(manager, model)
-        slots = _place(model)
-        with_home, placed = model.arena.home[:, 0] != NOWHERE, np.zeros(model.arena.geometry.n, np.bool_)
-        placed[[p.expert for p in slots]] = True
-        homes_now = np.flatnonzero(with_home & ~placed)
-        await _provide_homes(manager, model, homes_now)
-        first = [*model.weights_pieces(), *slots, *(model.home_piece(int(e)) for e in homes_now)]
-        model.total_bytes = sum(p.size_bytes for p in first)
-        await model.fill(first)
+        experts, places = _place(model)
+        needed = model.arena.home[:, 0] != NOWHERE
+        needed[experts] = False
+        places_bytes = int(geometry.size_bytes[experts].sum() + geometry.size_bytes[needed].sum())
+        model.total_bytes = places_bytes + sum(extent.length_bytes for extent in geometry.weights)
+        homes = Homes(manager, model, needed)  # host memory is slow to make, so that begins now
+        model.background = asyncio.create_task(homes.run())
+        await filling.fill(model, chain(filling.weights(model), filling.unpublished_slots(model, experts, places)))
+        filling.publish_slots(model, experts, places)
+        homes.slots_are_filled.set()
+        await asyncio.shield(homes.needed_are_ready)
         log.info("model.filled", model=model.model_id, name=model.name, bytes=model.total_bytes)
         model.ready.set_result(None)
     except Exception as error:
@@ -53,61 +61,13 @@ async def run(manager: "Manager", model: Model) -> None:
         for session in list(model.sessions):
             manager.detach(session, model)
         model.closed = True
+        if homes is not None:
+            homes.slots_are_filled.set()
+            await model.stop()
         manager.discard_ranges(model)
         model.close()
         model.ready.set_exception(known)
         model.ready.exception()  # retrieved, should nobody wait
-        return
-    model.background = asyncio.create_task(_fill_homes(manager, model))
-
-
-async def _fill_homes(manager: "Manager", model: Model) -> None:
-    """Makes and fills the homes of experts that have a slot, some slabs at a time.
-
-    Host memory is slow to make, and nobody waits for this. A home is published when
-    every session has mapped its slab: readers find homes without asking. Experts
-    that get none are pinned where they are.
-    """
-    arena = model.arena
-    at_once = max(1, HOMES_AT_ONCE_BYTES // manager.ledger.devices[model.homes.device].slab_bytes)
-    waiting = np.flatnonzero((arena.home[:, 0] != NOWHERE) & ~arena.home_ready)
-    group = (arena.home[waiting, 0] - arena.home[waiting, 0].min(initial=1 << 32)) // at_once
-    groups = [waiting[group == g] for g in np.unique(group)]
-    providing: list[asyncio.Task[list[tuple[Session, int]]]] = []  # a group ahead of the one that is filled
-    try:
-        for i, experts in enumerate(groups):
-            for ahead in groups[i : i + 2][len(providing) :]:
-                providing.append(asyncio.create_task(_provide_homes(manager, model, ahead)))
-            batches = await providing[0]
-            providing.pop(0)
-            while not model.closed and any(b in s.batches and not s.ended for s, b in batches):
-                await asyncio.sleep(0.002)
-            await model.fill([model.home_piece(int(e)) for e in experts])
-    except (VmmError, OSError) as error:
-        await asyncio.gather(*providing, return_exceptions=True)
-        arena.home[~arena.home_ready] = NOWHERE
-        log.warning("homes.short", model=model.model_id, ready=int(arena.home_ready.sum()), why=str(error))
-        if isinstance(error, StaleGeneration | OSError) and not model.closed:
-            model.mark_stale(str(error))
-
-
-async def _provide_homes(
-    manager: "Manager", model: Model, experts: "np.typing.NDArray[np.int64]"
-) -> list[tuple[Session, int]]:
-    """Leases the slabs of some experts' homes; returns the batches that the model's sessions are granted.
-
-    Homes were planned from the range's first index on, so slabs come in that order.
-    """
-    highest = int(model.arena.home[experts, 0].max()) if len(experts) else -1
-    missing = highest + 1 - len(model.homes.slabs)
-    if missing <= 0:
-        return []
-    request = arbiter.Request(model.homes.range_id, missing)
-    granted = await manager.slabs.provide([request], keep_models=(model.model_id,), patient=not model.ready.done())
-    if model.closed:
-        manager.slabs.take_back([p.slab_id for p in granted.placed], 0)
-        raise Unavailable(f"model {model.name!r} is being dropped")
-    return manager.grant_added(model, model.homes, granted.placed) if model.ready.done() else []
 
 
 async def _provide(manager: "Manager", model: Model) -> None:
@@ -117,7 +77,7 @@ async def _provide(manager: "Manager", model: Model) -> None:
     host_bytes = ledger.devices[host.device].slab_bytes
     order = np.arange(geometry.n)
     homes = min(slabs_needed(geometry, host_bytes), _obtainable(manager, model, host.device))
-    plan_homes(arena, host_bytes, homes, order[::-1])
+    arena.plan_homes(host_bytes, homes, order[::-1])
     pinned = np.flatnonzero(arena.home[:, 0] == NOWHERE)
     floor = _floor_slabs(model, pinned)
     first = model.ranges[0]
@@ -151,7 +111,7 @@ def _obtainable(manager: "Manager", model: Model, device: str) -> int:
     return arbiter.free_for(ledger, device, model.arena.domain) + held
 
 
-def _floor_slabs(model: Model, pinned: "np.typing.NDArray[np.int64]") -> int:
+def _floor_slabs(model: Model, pinned: I64) -> int:
     """Slabs of the first device that the floor and the experts without homes need."""
     geometry, slab_bytes = model.arena.geometry, model.arena.parts[0].slab_bytes
     total = slabs_needed(geometry, slab_bytes)
@@ -159,7 +119,7 @@ def _floor_slabs(model: Model, pinned: "np.typing.NDArray[np.int64]") -> int:
     return min(total, max(share, len(classes(geometry)), slabs_needed(geometry, slab_bytes, pinned)))
 
 
-def _pinned_first(model: Model, pinned: "np.typing.NDArray[np.int64]", sizes: list[int], part: int) -> list[int]:
+def _pinned_first(model: Model, pinned: I64, sizes: list[int], part: int) -> list[int]:
     """The size classes of a part's slabs, with room for every pinned expert on the first part."""
     if part != 0 or not len(pinned):
         return sizes
@@ -175,27 +135,27 @@ def _pinned_first(model: Model, pinned: "np.typing.NDArray[np.int64]", sizes: li
     return (must + rest)[: len(sizes)]
 
 
-def _place(model: Model) -> list[Piece]:
-    """Reserves slots, pinned experts first, then in order; returns their filling."""
+def _place(model: Model) -> tuple[I64, I64]:
+    """Reserves slots, for pinned experts first, then in order; returns experts and their slots ``[k, 3]``."""
     arena = model.arena
-    free: dict[int, list[Slot]] = {}
-    for part in range(len(arena.parts)):
-        for slot_bytes, slot in arena.empty_slots(part):
-            free.setdefault(slot_bytes, []).append(slot)
-    for slots in free.values():
-        slots.reverse()
     has_home = arena.home[:, 0] != NOWHERE
-    pieces: list[Piece] = []
+    found: list[tuple[I64, I64]] = []
     homeless = 0
-    for expert in np.lexsort((np.arange(arena.geometry.n), has_home)).tolist():
-        if slots := free.get(arena.slot_bytes(expert), []):
-            arena.reserve(slots[-1])
-            pieces.append(model.slot_piece(expert, slots.pop()))
-        elif not has_home[expert]:
-            homeless += 1
+    free: dict[int, list[I64]] = {}
+    for part in range(len(arena.parts)):
+        for slot_bytes, slots in arena.empty_slots(part).items():
+            free.setdefault(slot_bytes, []).append(slots)
+    for slot_bytes, of_class in classes(arena.geometry):
+        experts = np.concatenate((of_class[~has_home[of_class]], of_class[has_home[of_class]]))
+        places = np.concatenate(free.get(slot_bytes, [np.zeros((0, 3), np.int64)]))
+        homeless += int((~has_home[experts[len(places) :]]).sum())
+        found.append((experts[: len(places)], places[: len(experts)]))
     if homeless:
         raise Exhausted(
             f"{homeless} experts of model {model.name!r} fit neither the device's cap nor the host's;"
             " raise cap_bytes or host_cap_bytes"
         )
-    return pieces
+    experts, places = (np.concatenate(columns) for columns in zip(*found, strict=True))
+    arena.reserve_all(places)
+    order = np.lexsort((experts, has_home[experts]))
+    return experts[order], places[order]

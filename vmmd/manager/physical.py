@@ -2,15 +2,16 @@
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from vmmd.driver.base import Driver, Slab
 from vmmd.errors import VmmError
 
 CREATORS = min(4, os.cpu_count() or 1)
-"""Threads that create slabs at once: host memory is cleared at the rate of as many."""
+"""Threads that create slabs of a device at once: host memory is cleared at the rate of as many."""
 
 
 class Wanted(NamedTuple):
@@ -21,21 +22,25 @@ class Wanted(NamedTuple):
     size_bytes: int
 
 
-class PhysicalSlabs:
+class PhysicalSlabs(Mapping[int, Slab]):
     """Driver slabs by slab id. A *phantom* was destroyed here, but its memory did not come back."""
 
-    def __init__(self, driver: Driver, executor: Executor) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._executor = executor
         self._slabs: dict[int, Slab] = {}
         self._phantoms: dict[int, Slab] = {}
-        self.creating = 0  # slabs that worker threads are making
+        self._creators: dict[str, ThreadPoolExecutor] = {}  # by device: a growth does not wait for host memory
+        self.creating = Counter[str]()
+        """Slabs by device that worker threads are making."""
 
     def __getitem__(self, slab_id: int) -> Slab:
         return self._slabs[slab_id]
 
-    def __contains__(self, slab_id: int) -> bool:
+    def __contains__(self, slab_id: object) -> bool:
         return slab_id in self._slabs
+
+    def __len__(self) -> int:
+        return len(self._slabs)
 
     def __iter__(self) -> Iterator[int]:
         return iter(list(self._slabs))  # at once: worker threads add to it
@@ -47,26 +52,48 @@ class PhysicalSlabs:
 
     async def create(self, wanted: Sequence[Wanted]) -> None:
         """Makes slabs. Errors: `Exhausted`, `DriverError`; those made so far stay."""
-        if not wanted:
-            return
-        loop = asyncio.get_running_loop()
-        shares = [wanted[i::CREATORS] for i in range(min(CREATORS, len(wanted)))]
-        self.creating += len(wanted)
+        by_device: dict[str, deque[Wanted]] = {}
+        for one in wanted:
+            by_device.setdefault(one.device, deque()).append(one)
+        made = Counter(one.device for one in wanted)
+        self.creating.update(made)
         try:
-            errors = await asyncio.gather(*(loop.run_in_executor(self._executor, self._make, s) for s in shares))
+            errors = await asyncio.gather(
+                *(
+                    asyncio.get_running_loop().run_in_executor(self._creators_of(device), self._make, todo)
+                    for device, todo in by_device.items()
+                    for _ in range(min(CREATORS, len(todo)))
+                )
+            )
         finally:
-            self.creating -= len(wanted)
+            self.creating.subtract(made)
         for error in errors:
             if error is not None:
                 raise error
 
-    def _make(self, wanted: Sequence[Wanted]) -> VmmError | None:
-        for slab_id, device, size_bytes in wanted:
+    def _creators_of(self, device: str) -> ThreadPoolExecutor:
+        if device not in self._creators:
+            self._creators[device] = ThreadPoolExecutor(CREATORS, "vmmd-create")
+        return self._creators[device]
+
+    def _make(self, todo: deque[Wanted]) -> VmmError | None:
+        """One of the threads that share what is to be made; after an error they all stop."""
+        while todo:
+            try:
+                slab_id, device, size_bytes = todo.popleft()
+            except IndexError:  # another thread was faster
+                return None
             try:
                 self._slabs[slab_id] = self._driver.create(device, size_bytes)
             except VmmError as error:
+                todo.clear()
                 return error
         return None
+
+    def close(self) -> None:
+        """Lets the threads go; what they are making is the driver's to give up."""
+        for creators in self._creators.values():
+            creators.shutdown(wait=False, cancel_futures=True)
 
     def held(self, slab_id: int) -> bool | None:
         """Whether anybody else holds a slab; None where the driver cannot tell."""

@@ -3,6 +3,7 @@
 import fcntl
 import mmap
 import os
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ from strata_api.v1 import pages
 
 from vmmd.core.heat import Counts
 
+I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
 # <linux/fcntl.h>; the fcntl module lacks FUTURE_WRITE before Python 3.13
@@ -42,6 +44,14 @@ class SharedPage:
         """A new descriptor for one client; the caller closes it."""
         return os.dup(self.fd)
 
+    def load(self, at: I64) -> U64:
+        """The words at indexes ``[k]``."""
+        return np.frombuffer(self._map, np.uint64)[at]
+
+    def store(self, at: I64, words: U64) -> None:
+        """Writes words at indexes ``[k]``, each by one 8-byte instruction: numpy scatters aligned items so."""
+        np.frombuffer(self._map, np.uint64)[at] = words
+
     def close(self) -> None:
         """Unmaps and closes; clients keep their mappings."""
         self.words.release()
@@ -67,21 +77,25 @@ class ResidencyTable:
         """The present generation."""
         return self.page.words[pages.WORD_GENERATION]
 
-    def set_entry(self, expert: int, word: int) -> None:
-        """Rewrites where an expert is to be read."""
-        self.page.words[pages.HEADER_WORDS + expert] = word
-
     def entry(self, expert: int) -> int:
         """The word of an expert's entry."""
         return self.page.words[pages.HEADER_WORDS + expert]
 
-    def set_home(self, expert: int, word: int) -> None:
-        """Publishes an expert's home; it never changes."""
-        self.page.words[pages.HEADER_WORDS + self.n + expert] = word
-
     def home(self, expert: int) -> int:
         """The word of an expert's home, 0 if it has none."""
         return self.page.words[pages.HEADER_WORDS + self.n + expert]
+
+    def set_entries(self, experts: I64, tier: int, device: I64, slab: I64, slot: I64) -> None:
+        """Rewrites where experts ``[k]`` are to be read."""
+        self.page.store(pages.HEADER_WORDS + experts, _pack(tier, device, slab, slot))
+
+    def set_homes(self, experts: I64, tier: int, device: I64, slab: I64, slot: I64) -> None:
+        """Publishes the homes of experts ``[k]``; they never change."""
+        self.page.store(pages.HEADER_WORDS + self.n + experts, _pack(tier, device, slab, slot))
+
+    def send_home(self, experts: I64) -> None:
+        """Rewrites the entries of experts ``[k]`` to their homes."""
+        self.page.store(pages.HEADER_WORDS + experts, self.page.load(pages.HEADER_WORDS + self.n + experts))
 
     def bump(self) -> int:
         """Begins the next generation and returns it."""
@@ -91,6 +105,13 @@ class ResidencyTable:
     def mark_stale(self) -> None:
         """Says in the table that the file behind the model has changed."""
         self.page.words[pages.WORD_STALE] = 1
+
+
+def _pack(tier: int, *columns: I64) -> U64:
+    """`pages.pack` for arrays."""
+    unsigned: Any = [column.astype(np.uint64) for column in columns]
+    words: U64 = pages.pack(tier, *unsigned)  # type: ignore[assignment]
+    return words
 
 
 class HeatPage:

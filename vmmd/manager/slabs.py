@@ -17,7 +17,8 @@ from strata_api.v1 import memory_pb2
 from vmmd.core import arbiter
 from vmmd.core.ledger import Ledger, RangeKind, RangeRecord, SlabState
 from vmmd.errors import Exhausted, VmmError
-from vmmd.manager.model import Model, Stuck, StuckVictims
+from vmmd.manager import trading
+from vmmd.manager.model import Model, Stuck
 from vmmd.manager.physical import PhysicalSlabs, Wanted
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ HELD_DEADLINE_S = 1.0
 ATTEMPTS_MAX = 16
 WAIT_DEADLINE_S = 10.0
 """How long a plan waits for what others are doing with the memory that it needs."""
+
+LOOK_AGAIN_S = 0.05
+"""Meanwhile: homes that are ready let go of slots one group after the other."""
 
 
 class _PlanAgain(Exception):
@@ -69,7 +73,7 @@ class Slabs:
     def __init__(self, manager: "Manager") -> None:
         self._manager = manager
         self._ledger = manager.ledger
-        self.physical = PhysicalSlabs(manager.driver, manager.executor)
+        self.physical = PhysicalSlabs(manager.driver)
         self._tasks: set[asyncio.Task[None]] = set()
         self._lingering: dict[int, set[int]] = {}  # by revocation: slabs that somebody may have mapped at an old place
         self._busy: Counter[int] = Counter()  # ranges that a plan is being carried out for
@@ -138,18 +142,15 @@ class Slabs:
         Slots that are being filled and slabs that another plan has in hand may be
         somebody's to give a moment later.
         """
-        domains = {self._ledger.ranges[r.range_id].domain for r in requests}
-        filling = [
-            m.background
-            for m in self._manager.models.values()
-            if m.arena.domain in domains and m.background is not None and not m.background.done()
-        ]
+        into = [self._ledger.ranges[r.range_id] for r in requests]
+        domains, owners = {r.domain for r in into}, {r.owner for r in into}
+        others = [m for m in self._manager.models.values() if m.arena.domain in domains and m.model_id not in owners]
+        filling = [m.background for m in others if m.background is not None and not m.background.done()]
         pending = [*self._tasks, *filling]
         if pending:
-            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED, timeout=LOOK_AGAIN_S)
             return True
-        working = any(m.working for m in self._manager.models.values() if m.arena.domain in domains)
-        if working or self._busy.total() > len(requests):
+        if any(m.working for m in others) or self._busy.total() > len(requests):
             await asyncio.sleep(0.002)
             return True
         return False
@@ -228,22 +229,22 @@ class Slabs:
             for slab_id in trade.slab_ids:
                 self._ledger.begin_revoke(slab_id, time.monotonic())
             model = self._manager.models[trade.model_id]
-            begun.append((model, trade, model.begin(trade)))
+            begun.append((model, trade, trading.begin(model, trade)))
         return begun
 
     async def _finish(self, model: Model, trade: arbiter.ArenaTrade, generation: int) -> None:
         """One arena gives its slabs: nobody reads them afterwards; on an error they are back with the arena."""
         now = time.monotonic
         try:
-            await model.finish(trade, generation)
-        except StuckVictims as stuck:
+            await trading.finish(model, trade, generation)
+        except trading.StuckVictims as stuck:
 
             def done() -> None:
                 for slab_id in trade.slab_ids:
                     self._ledger.finish_revoke(slab_id, now())
                 self._tell_removed(model, trade)
 
-            model.later_take_out(trade, stuck, done)
+            trading.take_out_later(model, trade, stuck, done)
             raise stuck.stuck from None
         except BaseException:
             for slab_id in trade.slab_ids:
@@ -279,7 +280,7 @@ class Slabs:
             session.send(memory_pb2.WatchEvent(epoch=self._manager.epoch, slabs_removed=removed))
         if model.sessions:
             self._lingering[revocation] = set(trade.slab_ids)
-            model.withhold(trade, revocation)
+            trading.withhold(model, trade, revocation)
         return revocation
 
     def forget_answered(self) -> None:
@@ -376,7 +377,7 @@ class Slabs:
     def _hole(self, record: RangeRecord) -> int:
         """The lowest index of a range that nobody has another slab mapped at."""
         model = self._manager.models.get(record.owner) if record.kind is RangeKind.ARENA else None
-        withheld = model.withheld(model.ranges.index(record)) if model is not None else set()
+        withheld = trading.withheld(model, model.ranges.index(record)) if model is not None else set()
         if not withheld:
             return record.hole()
         return next(i for i in range(record.slabs_max) if i not in record.slabs and i not in withheld)

@@ -5,6 +5,7 @@ One task that wakes every quarter of a second, or at once when memory came back.
 
 import asyncio
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import structlog
@@ -13,6 +14,7 @@ from vmmd.core import arbiter, heat
 from vmmd.core.ledger import Ledger, RangeRecord
 from vmmd.core.residency import Arena
 from vmmd.errors import StaleGeneration, VmmError
+from vmmd.manager import filling, trading
 from vmmd.manager.files import check_unchanged
 from vmmd.manager.model import Model
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger("vmmd.upkeep")
 
 TICK_S = 0.25
-REFILL_BYTES = 2 << 30
+REFILL_BYTES = 8 << 30
+"""Filled before anything else is looked at."""
 
 
 class Upkeep:
@@ -125,14 +128,14 @@ class Upkeep:
         for p, record in enumerate(model.ranges):
             sizes = wanted_slabs(model.arena, p)
             free = self._returnable(record)
-            sizes = sizes[: min(free, record.slabs_max - len(record.slabs) - len(model.withheld(p)))]
+            sizes = sizes[: min(free, record.slabs_max - len(record.slabs) - len(trading.withheld(model, p)))]
             try:
                 if sizes:
                     await self._add_slabs(model, p, record, sizes)
             except VmmError as error:
                 log.warning("arena.not_grown", model=model.model_id, slabs=len(sizes), why=error.message)
         try:
-            while model.movable and await model.refill(REFILL_BYTES):
+            while model.movable and await filling.refill(model, REFILL_BYTES):
                 pass
         except (VmmError, OSError) as error:
             log.warning("model.refill_failed", model=model.model_id, why=str(error))
@@ -158,12 +161,11 @@ class Upkeep:
 def wanted_slabs(arena: Arena, part: int) -> list[int]:
     """A size class for each slab more that an arena part could fill, the class with most missing heat first."""
     sizes: list[int] = []
-    empty: dict[int, int] = {}
-    for p in range(len(arena.parts)):
-        for slot_bytes, _ in arena.empty_slots(p):
-            empty[slot_bytes] = empty.get(slot_bytes, 0) + 1
+    empty = Counter[int]()
+    for slab in (slab for p in arena.parts for slab in p.slabs.values()):
+        empty[slab.slot_bytes] += slab.empty
     for slot_bytes in arena.missing_classes():
-        missing = len(arena.hottest_missing(slot_bytes, arena.geometry.n)) - empty.get(slot_bytes, 0)
+        missing = len(arena.hottest_missing(slot_bytes)) - empty[slot_bytes]
         per_slab = arena.parts[part].slab_bytes // slot_bytes
         sizes += [slot_bytes] * -(-max(0, missing) // per_slab)
     return sizes

@@ -19,6 +19,7 @@ from vmmd.core.ledger import RangeRecord
 from vmmd.core.residency import Slot
 from vmmd.driver.base import FileSource, ShortRead, Slab, SlabSource
 from vmmd.errors import NotFound, PreconditionFailed, StaleGeneration, Unavailable
+from vmmd.manager import filling
 from vmmd.manager.compare import Difference, difference, read_source
 from vmmd.manager.files import check_unchanged
 from vmmd.manager.model import Model
@@ -153,7 +154,7 @@ class Verification:
 
     async def _compare_weights(self) -> None:
         model = self.model
-        for copy in (c for piece in model.weights_pieces() for c in piece.copies):
+        for copy in filling.weights_copies(model):
             for at, length in _pieces(copy.length_bytes):
                 if self.file_changed:
                     return
@@ -166,7 +167,7 @@ class Verification:
                 (differs,) = await self._differences([(copy.target, offset)], expected, of_slots=False)
                 self.weights_bytes += length
                 if differs is not None:
-                    index = next(i for i, s in model.weights.slabs.items() if model.slab(s) is copy.target)
+                    index = next(i for i, s in model.weights.slabs.items() if model.slabs[s] is copy.target)
                     where = model.weights.device, model.weights.range_id, index
                     self._add(Mismatch("weights", *where, offset + differs.offset_bytes, differs.differing_bytes))
 
@@ -233,13 +234,13 @@ class Verification:
     def _slot(self, expert: int, slot: Slot) -> _Place:
         record = self.model.ranges[slot.part]
         offset = slot.slot * self.model.arena.slot_bytes(expert)
-        return _Place("slot", record, slot.slab, self.model.slab(record.slabs[slot.slab]), offset)
+        return _Place("slot", record, slot.slab, self.model.slabs[record.slabs[slot.slab]], offset)
 
     def _home(self, expert: int) -> _Place:
         record = self.model.homes
         index, slot = (int(x) for x in self.model.arena.home[expert])
         offset = slot * self.model.arena.slot_bytes(expert)
-        return _Place("home", record, index, self.model.slab(record.slabs[index]), offset)
+        return _Place("home", record, index, self.model.slabs[record.slabs[index]], offset)
 
     # Reading
 
