@@ -11,6 +11,12 @@ BOUNDS = {
     "matmul": 5e-5,
     "gate_up": 1e-4,
     "down": 1e-4,
+    "matmul_prompt": 6e-4,
+    "gate_up_prompt": 1.5e-3,
+    "down_prompt": 2e-3,
+    "rms_norm_prompt": 4e-4,
+    "router_prompt": 3e-6,
+    "combine_prompt": 1e-6,
 }
 """By operation. Zero: bit for bit."""
 
