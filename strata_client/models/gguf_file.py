@@ -13,7 +13,7 @@ import struct
 from typing import Any, NamedTuple
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from strata_kernels.tensor_type import TensorType, tensor_type
 
 from strata_client.models.base import ModelError
 from strata_client.text import escape_controls
@@ -62,7 +62,7 @@ class TensorInfo(NamedTuple):
 
     name: str
     dims: tuple[int, ...]
-    type: GGMLQuantizationType
+    type: TensorType
     file: int
     offset_bytes: int
     size_bytes: int
@@ -343,11 +343,11 @@ def _read_tensor(header: _Header, file: int, alignment: int) -> TensorInfo:
     dims: tuple[int, ...] = struct.unpack(f"<{n_dims}Q", header.take(8 * n_dims, what))
     code, offset = header.u32(what), header.u64(what)
     try:
-        kind = GGMLQuantizationType(code)
+        kind = tensor_type(code)
     except ValueError:
         raise ModelError(f"{path}: {what} has the unknown type {code}; use another quantization") from None
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    size_bytes = math.prod(dims) // block * block_bytes
+    block = kind.block_values
+    size_bytes = math.prod(dims) // block * kind.block_bytes
     if 0 in dims or max(*dims, size_bytes, offset) >= 1 << 63:
         raise ModelError(f"{path}: {what} has dimensions {dims} at offset {offset}, out of bounds: the file is corrupt")
     if dims[0] % block:

@@ -1,22 +1,26 @@
-"""GGUF blocks to float32."""
+"""GGUF blocks to float32.
+
+The `gguf` package is imported when a type is first asked for: a client on a GPU does without.
+"""
 
 from functools import cache
 from typing import Any
 
-import gguf.quants
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from strata_kernels.tensor_type import F16, F32, TensorType, tensor_type
+
+IQ3_S = 21
 GROUP_BLOCKS = 4096  # at once, which bounds the temporaries
 
 
-def can_dequantize(kind: GGMLQuantizationType) -> bool:
+def can_dequantize(kind: int) -> bool:
     """Whether `dequantize` knows a tensor type."""
-    return kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16) or hasattr(gguf.quants, kind.name)
+    return (kind if isinstance(kind, TensorType) else tensor_type(kind)).is_decoded
 
 
-def dequantize(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArray[np.float32]:
+def dequantize(raw: npt.NDArray[np.uint8], kind: int) -> npt.NDArray[np.float32]:
     """Decodes the blocks of a tensor.
 
     Args:
@@ -29,13 +33,14 @@ def dequantize(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.ND
 
     Source: ggml's `dequantize_row_*` in ggml-quants.c, as the `gguf` package has them.
     """
-    block_values, block_bytes = GGML_QUANT_SIZES[kind]
+    known = tensor_type(kind)
+    block_values, block_bytes = known.block_values, known.block_bytes
     shape = (*raw.shape[:-1], raw.shape[-1] // block_bytes * block_values)
-    if kind == GGMLQuantizationType.F32:
+    if kind == F32:
         return raw.view(np.float32).astype(np.float32)
-    if kind == GGMLQuantizationType.F16:
+    if kind == F16:
         return raw.view(np.float16).astype(np.float32)
-    decode = iq3_s_blocks if kind == GGMLQuantizationType.IQ3_S else _decoder(kind).dequantize_blocks
+    decode = iq3_s_blocks if kind == IQ3_S else _decoder(known).dequantize_blocks
     blocks = raw.reshape(-1, block_bytes)
     values = np.empty((len(blocks), block_values), np.float32)
     for start in range(0, len(blocks), GROUP_BLOCKS):
@@ -67,14 +72,16 @@ def iq3_s_blocks(blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
 @cache
 def _iq3_s_tables() -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
     """The grid as 4 int8 in each of 512 words, and the signs of a byte as 8 int8 in each of 256 words."""
-    grid = _decoder(GGMLQuantizationType.IQ3_S).grid.reshape(512, 4).astype(np.int8).view(np.uint32)[:, 0]
+    grid = _decoder(tensor_type(IQ3_S)).grid.reshape(512, 4).astype(np.int8).view(np.uint32)[:, 0]
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.int8)
     return grid, (1 - 2 * bits).view(np.uint64)[:, 0]
 
 
 @cache
-def _decoder(kind: GGMLQuantizationType) -> Any:
+def _decoder(kind: TensorType) -> Any:
     """The `gguf` package's class for a block type, its grid ready."""
+    import gguf.quants
+
     decoder = getattr(gguf.quants, kind.name)
     decoder.init_grid()
     return decoder

@@ -2,13 +2,12 @@
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType
 
 from strata_kernels.reference.dequantize import dequantize
 
 
 def embedding(
-    tokens: npt.NDArray[np.int32], table: npt.NDArray[np.uint8], kind: GGMLQuantizationType
+    tokens: npt.NDArray[np.int32], table: npt.NDArray[np.uint8], kind: int
 ) -> npt.NDArray[np.float32]:
     """Decodes only the rows that are wanted.
 
