@@ -87,7 +87,7 @@ def compile_source(source: Path, architecture: str, types: Sequence[str] | None 
     Any thread and process may call it at the same time as any other: at worst both compile.
 
     Args:
-        source: the file. What it includes with quotes lies beside it.
+        source: the file. What it includes with quotes lies beside it, or else beside the product's kernels.
         architecture: like "sm_90".
         types: tensor types that it must know, like "Q4_K", in any order; None for all. Ignored for a source that
             reads no tensors by type.
@@ -215,7 +215,9 @@ def _nvrtc() -> tuple[Any, str]:
 
 
 def _with_includes(source: Path) -> dict[str, bytes]:
-    """A source and all that it includes with quotes from its folder, by name; the source comes first.
+    """A source and all that it includes with quotes, by name; the source comes first.
+
+    What is included lies beside the source, or else beside the product's kernels.
 
     NVRTC is given these very bytes, so that the hash is of what was compiled even while files change.
     """
@@ -223,7 +225,8 @@ def _with_includes(source: Path) -> dict[str, bytes]:
     names = [source.name]
     while names:
         name = names.pop()
-        if name not in texts and (path := source.parent / name).is_file():
+        path = next((path for folder in (source.parent, SOURCES) if (path := folder / name).is_file()), None)
+        if name not in texts and path is not None:
             texts[name] = path.read_bytes()
             names += _INCLUDE.findall(texts[name].decode())
     return texts

@@ -1,7 +1,8 @@
 // A group of weights times the activation's values that it meets.
 //
-// Integers: sum of q * x for each run, exact in int32 (16 * 127 * 32512 at most), then scaled by the weights' and by the
-// activation's scale: docs/kernels.md tells why. Floats: products and sums in float32.
+// Integers: the sum of q * x for each run, exact in int32 (16 * 127 * 32512 at most), then in float32 scaled by the
+// weights' and by the activation's scale, less bias and minimum times the sum of x: docs/kernels.md tells why. Floats:
+// products and sums in float32.
 // `ActivationPart<F>` is loaded once and may meet the same group of several rows.
 #pragma once
 
@@ -16,29 +17,41 @@ struct ActivationPart;
 
 template <typename F>
 struct ActivationPart<F, true> {
+  static constexpr bool HAS_SUMS = F::HAS_MINIMUM || F::BIAS != 0;
+
   uint32_t high[F::WORDS], low[F::WORDS];
   float scale[F::RUNS];
-  int sum[F::RUNS];  // of the run's integers
+  float sum[F::RUNS];  // of a run's values; where HAS_SUMS
 
   // Of the group whose first value is number `first` of the activation.
   __device__ __forceinline__ ActivationPart(const Activation& a, int first) {
 #pragma unroll
     for (int run = 0; run < F::RUNS; ++run) {
-      const int at = first + run * F::STRIDE;
+      const uint32_t at = first + run * F::STRIDE;
       load_run(high + run * (F::RUN / 4), a.high + at / 4);
       load_run(low + run * (F::RUN / 4), a.low + at / 4);
       scale[run] = a.scales[at / ACTIVATION_GROUP];
-      sum[run] = 0;
-      if constexpr (F::HAS_MINIMUM || F::BIAS != 0) {
-        int sum_high = 0;
+      if constexpr (HAS_SUMS && F::RUN == ACTIVATION_GROUP) sum[run] = a.sums[at / ACTIVATION_GROUP];
+    }
+    if constexpr (HAS_SUMS && F::RUN < ACTIVATION_GROUP) {
 #pragma unroll
-        for (int i = 0; i < F::RUN / 4; ++i) {
-          sum_high = dot4(high[run * (F::RUN / 4) + i], 0x01010101u, sum_high);
-          sum[run] = dot4(low[run * (F::RUN / 4) + i], 0x01010101u, sum[run]);
-        }
-        sum[run] += 256 * sum_high;
+      for (int run = 0; run < F::RUNS; ++run) {
+        uint32_t ones[F::WORDS];
+        for (uint32_t& word : ones) word = 0x01010101u;
+        sum[run] = scale[run] * static_cast<float>(products(ones, run));
       }
     }
+  }
+
+  // The sum of a run's integers times those of a group of weights.
+  __device__ __forceinline__ int products(const uint32_t (&q)[F::WORDS], int run) const {
+    int sum_high = 0, sum_low = 0;
+#pragma unroll
+    for (int i = run * (F::RUN / 4); i < (run + 1) * (F::RUN / 4); ++i) {
+      sum_high = dot4(q[i], high[i], sum_high);
+      sum_low = dot4(q[i], low[i], sum_low);
+    }
+    return 256 * sum_high + sum_low;
   }
 
  private:
@@ -88,15 +101,10 @@ __device__ __forceinline__ float dot(const typename F::Raw& raw, int group, cons
     F::integers(raw, group, grid, q, scale, minimum);
 #pragma unroll
     for (int run = 0; run < F::RUNS; ++run) {
-      int high = 0, low = F::BIAS == 0 ? 0 : -F::BIAS * part.sum[run];
-#pragma unroll
-      for (int i = run * (F::RUN / 4); i < (run + 1) * (F::RUN / 4); ++i) {
-        high = dot4(q[i], part.high[i], high);
-        low = dot4(q[i], part.low[i], low);
-      }
-      float product = scale[run] * static_cast<float>(256 * high + low);
-      if constexpr (F::HAS_MINIMUM) product -= minimum[run] * static_cast<float>(part.sum[run]);
-      result += part.scale[run] * product;
+      float product = part.scale[run] * static_cast<float>(part.products(q, run));
+      if constexpr (F::BIAS != 0) product -= static_cast<float>(F::BIAS) * part.sum[run];
+      result += scale[run] * product;
+      if constexpr (F::HAS_MINIMUM) result -= minimum[run] * part.sum[run];
     }
   } else {
     float values[F::VALUES];
