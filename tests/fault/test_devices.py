@@ -27,12 +27,12 @@ def test_a_device_that_died_is_failed_and_the_others_go_on(model: SmallModel) ->
         try:
             await host.open(model)
             range_id = host.range()
-            await host.manager.grow(host.session, [(range_id, 16)])
+            await host.manager.kv.grow(host.session, [(range_id, 16)])
             host.inner.set_failed("SIM-0")
-            host.manager.measure()
+            host.manager.devices.measure()
             assert any("SIM-0 has failed" in notice for notice in host.notices)
             with pytest.raises(Exhausted, match="SIM-0 has failed"):
-                await host.manager.grow(host.session, [(range_id, 160)])
+                await host.manager.kv.grow(host.session, [(range_id, 160)])
             with pytest.raises(NoDevice, match="SIM-0 has failed"):
                 await host.open(model, host.connect("user"), "SIM-0")
             again = await host.open(model, host.connect("user"))
@@ -56,7 +56,7 @@ def test_arenas_shrink_for_other_programs_and_no_further_than_their_floor(model:
             before = ledger.slab_count("SIM-0")
             ledger.devices["SIM-0"].reserve_bytes = 3 * SLAB_BYTES
             host.inner.set_unmanaged_bytes("SIM-0", (18 - before) * SLAB_BYTES)
-            host.manager.measure()
+            host.manager.devices.measure()
             assert ledger.balance_slabs("SIM-0") == -3
             await host.manager.slabs.shed("SIM-0", 3)
             assert ledger.balance_slabs("SIM-0") == 0
@@ -104,7 +104,7 @@ def test_memory_that_does_not_come_back_stays_charged_to_who_kept_it(model: Smal
             wanted = 16 * (ledger.room_slabs("SIM-0") + 2)
             driver.keeps = True
             with pytest.raises(Exhausted, match="quarantined"):
-                await host.manager.grow(other, [(range_id, wanted)])
+                await host.manager.kv.grow(other, [(range_id, wanted)])
             driver.keeps = False
             held = ledger.slabs_in("SIM-0", SlabState.QUARANTINED)
             assert len(held) == 2
@@ -112,16 +112,16 @@ def test_memory_that_does_not_come_back_stays_charged_to_who_kept_it(model: Smal
             assert [(q.bytes, q.pid, q.session_id) for q in rows] == [
                 (2 * SLAB_BYTES, host.session.record.pid, host.session.session_id)
             ]
-            host.manager.measure()
+            host.manager.devices.measure()
             assert ledger.devices["SIM-0"].unmanaged_bytes == 0  # charged once
-            host.manager.slabs.lift_quarantine()
+            host.manager.releases.lift_quarantine()
             assert ledger.slabs_in("SIM-0", SlabState.QUARANTINED) == held
             host.manager.disconnect(host.session, "it died")
             driver.kept_bytes = 0
-            host.manager.slabs.lift_quarantine()
+            host.manager.releases.lift_quarantine()
             assert not ledger.slabs_in("SIM-0", SlabState.QUARANTINED)
-            host.manager.measure()
-            await host.manager.grow(other, [(range_id, wanted)])
+            host.manager.devices.measure()
+            await host.manager.kv.grow(other, [(range_id, wanted)])
         finally:
             await host.close()
 

@@ -219,7 +219,7 @@ def test_a_failing_driver_leaves_nothing_of_a_growth(
             for n in range(1, 60):
                 host.driver.fail_at(operation, n)
                 try:
-                    grown = await host.manager.grow(host.session, [(range_id, 16 * 9)])
+                    grown = await host.manager.kv.grow(host.session, [(range_id, 16 * 9)])
                     host.fetch(grown.batch_id)
                     succeeded = True
                 except VmmError:
@@ -230,10 +230,10 @@ def test_a_failing_driver_leaves_nothing_of_a_growth(
                 if not succeeded and operation != "export":
                     await _give_back(host, opened)  # what the arena gave before is free
                     assert host.state() == before, n
-                grown = await host.manager.grow(host.session, [(range_id, 16 * 9)])
+                grown = await host.manager.kv.grow(host.session, [(range_id, 16 * 9)])
                 if grown.batch_id:
                     assert host.fetch(grown.batch_id) == 9
-                await host.manager.shrink(host.session, range_id, 0)
+                await host.manager.kv.shrink(host.session, range_id, 0)
                 host.session.batches.clear()
                 await _give_back(host, opened)
                 assert host.state() == before, n
@@ -261,13 +261,13 @@ def test_a_failing_creation_leaves_nothing_of_a_revocation(model: SmallModel) ->
             for n in range(1, 8):
                 host.driver.fail_at("create", n)
                 with suppress(VmmError):
-                    await host.manager.grow(stranger, [(range_id, 16 * 6)])
+                    await host.manager.kv.grow(stranger, [(range_id, 16 * 6)])
                 host.driver.heal()
                 host.state()
-                grown = await host.manager.grow(stranger, [(range_id, 16 * 6)])
+                grown = await host.manager.kv.grow(stranger, [(range_id, 16 * 6)])
                 if grown.batch_id:
                     assert host.fetch(grown.batch_id, stranger) == 6
-                await host.manager.shrink(stranger, range_id, 0)
+                await host.manager.kv.shrink(stranger, range_id, 0)
                 stranger.batches.clear()
                 host.state()
         finally:
@@ -286,14 +286,14 @@ def test_a_growth_whose_caller_hangs_up_is_given_back(model: SmallModel) -> None
             range_id = host.range()
             before = host.state()
             for turns in range(12):
-                growing = asyncio.create_task(host.manager.grow(host.session, [(range_id, 16 * 9)]))
+                growing = asyncio.create_task(host.manager.kv.grow(host.session, [(range_id, 16 * 9)]))
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 growing.cancel()
                 with suppress(asyncio.CancelledError):
                     await growing
                 await _settle(host)
-                await host.manager.shrink(host.session, range_id, 0)
+                await host.manager.kv.shrink(host.session, range_id, 0)
                 await _give_back(host, opened)
                 assert host.state() == before
         finally:
@@ -309,8 +309,8 @@ def test_two_growths_of_one_range_at_once_are_one(model: SmallModel) -> None:
         host = Host(18)
         try:
             await host.open(model)
-            range_id = host.manager.create_range(host.session, "", 0, 16, 16 * 9).range_id
-            growths = [host.manager.grow(host.session, [(range_id, 16 * 9)]) for _ in range(4)]
+            range_id = host.manager.kv.create(host.session, "", 0, 16, 16 * 9).range_id
+            growths = [host.manager.kv.grow(host.session, [(range_id, 16 * 9)]) for _ in range(4)]
             done = await asyncio.gather(*growths)
             assert sorted(bool(grown.batch_id) for grown in done) == [False, False, False, True]
             assert len(host.manager.ledger.ranges[range_id].slabs) == 9
@@ -345,7 +345,7 @@ def _check_bytes(host: Host, opened: Any, model: SmallModel) -> None:
     assert opened.arena.resident.all()
     for expert in range(model.n):
         slot = opened.arena.slot_of(expert)
-        slab = host.manager.slabs.physical[opened.ranges[slot.part].slabs[slot.slab]]
+        slab = host.manager.physical[opened.ranges[slot.part].slabs[slot.slab]]
         at = slot.slot * 3 * MATRIX_BYTES
         got = host.driver.read(slab, at, 3 * MATRIX_BYTES)
         for matrix in range(3):

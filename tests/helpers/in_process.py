@@ -77,7 +77,7 @@ class Host:
         return opened
 
     def range(self, session: Session | None = None) -> int:
-        return self.manager.create_range(session or self.session, "", 0, 16, 16 * 1000).range_id
+        return self.manager.kv.create(session or self.session, "", 0, 16, 16 * 1000).range_id
 
     def fetch(self, batch_id: int, session: Session | None = None) -> int:
         found, _, _ = self.manager.descriptors(session or self.session, batch_id, 0, 250)
@@ -91,7 +91,7 @@ class Host:
         ledger.check()
         for model in self.manager.models.values():
             model.arena.check()
-        assert set(self.manager.slabs.physical) == set(ledger.slabs)
+        assert set(self.manager.physical) == set(ledger.slabs)
         assert len(self.driver.live) == len(ledger.slabs)
         sums = {f"{d} {k}": v for d in ledger.devices for k, v in ledger.bytes_by_kind(d).items() if k != "free"}
         free = sum(len(ledger.slabs_in(d, SlabState.FREE)) for d in ledger.devices)

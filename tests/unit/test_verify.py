@@ -281,9 +281,9 @@ def test_a_trade_waits_for_a_slot_that_is_read_and_it_is_compared_again(small: S
         verifying = asyncio.create_task(_verified(model))
         while not begun.is_set():
             await asyncio.sleep(0.001)
-        range_id = host.manager.create_range(host.session, "", 0, 16, 16 * 100).range_id
+        range_id = host.manager.kv.create(host.session, "", 0, 16, 16 * 100).range_id
         free = 20 - len(host.manager.ledger.slabs_in("SIM", SlabState.LEASED))
-        growing = asyncio.create_task(host.manager.grow(host.session, [(range_id, 16 * (free + 10))]))
+        growing = asyncio.create_task(host.manager.kv.grow(host.session, [(range_id, 16 * (free + 10))]))
         await asyncio.sleep(0.1)
         assert not growing.done()
         host.driver.before_read = lambda slab: None

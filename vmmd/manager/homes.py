@@ -146,7 +146,7 @@ class Homes:
         patient = bool(self._needed[experts].any())
         granted = await manager.slabs.provide([request], keep_models=(model.model_id,), patient=patient)
         if model.closed:
-            manager.slabs.take_back([p.slab_id for p in granted.placed], 0)
+            manager.releases.take_back([p.slab_id for p in granted.placed], 0)
             raise Unavailable(f"model {model.name!r} is being dropped")
         return manager.grant_added(model, model.homes, granted.placed) if model.ready.done() else []
 

@@ -1,4 +1,4 @@
-"""The manager's front: sessions, models, K/V ranges. The server and the broker call it.
+"""The manager's front: sessions, models, descriptors. The server and the broker call it.
 
 Checking and taking are one step: a plan's slabs change their state in the ledger
 before anything is awaited, so two growers never count on the same slab.
@@ -11,29 +11,22 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import structlog
 from strata_api.v1 import memory_pb2, pages
 
 from vmmd.core import arbiter, geometry
-from vmmd.core.ledger import DeviceRecord, Ledger, RangeKind, RangeRecord, SessionRecord, SlabState
+from vmmd.core.ledger import DeviceRecord, Ledger, RangeKind, RangeRecord, SessionRecord
 from vmmd.core.residency import Arena, Part
 from vmmd.driver.base import Driver
-from vmmd.errors import (
-    Draining,
-    DriverError,
-    Exhausted,
-    InvalidRequest,
-    LeaseRevoked,
-    NoDevice,
-    NotFound,
-    PermissionDenied,
-    VmmError,
-)
+from vmmd.errors import Draining, Exhausted, LeaseRevoked, NotFound, PermissionDenied, VmmError
 from vmmd.manager import opening
+from vmmd.manager.devices import Devices
 from vmmd.manager.files import FileIdentity, identify
+from vmmd.manager.kv import KvRanges
 from vmmd.manager.model import Model
+from vmmd.manager.physical import PhysicalSlabs
+from vmmd.manager.releases import Releases
 from vmmd.manager.session import BatchItem, Kind, Session
 from vmmd.manager.shared import HeatPage, ResidencyTable, SharedPage
 from vmmd.manager.slabs import Placed, Slabs
@@ -56,19 +49,6 @@ class Options:
     ranges_per_session_max: int = 256
     files_max: int = 1024
 
-
-class Grown(NamedTuple):
-    """A growth: its batch (0 if nothing was missing) and where the slabs came from."""
-
-    batch_id: int
-    ranges: list[RangeRecord]
-    free_slabs: int
-    trades: list[memory_pb2.Trade]
-
-
-CELLS_MAX = 1 << 40
-SLABS_MAX = (1 << 32) - 1
-"""Of a range: the wire counts them with 32 bits."""
 
 ModelKey = tuple[str, tuple[FileIdentity, ...], str, tuple[str, ...]]
 
@@ -94,7 +74,11 @@ class Manager:
         self.draining = False
         self.when_drained: Callable[[], None] = lambda: None
         """Called when the last session of a draining daemon has gone."""
+        self.physical = PhysicalSlabs(driver)
+        self.releases = Releases(self)
         self.slabs = Slabs(self)
+        self.kv = KvRanges(self)
+        self.devices = Devices(self)
         self.upkeep = Upkeep(self)
 
     # Sessions
@@ -140,7 +124,7 @@ class Manager:
         session.close()
         slab_ids = [i for r in self.ledger.session_ranges(session.session_id) for i in r.slabs.values()]
         log.info("session.ended", session=session.session_id, pid=session.record.pid, why=why, slabs=len(slab_ids))
-        self.slabs.take_back(slab_ids, session.session_id)
+        self.releases.take_back(slab_ids, session.session_id)
         if self.draining and not self.sessions:
             self.when_drained()
 
@@ -183,7 +167,7 @@ class Manager:
         fds = session.take_files(files_id)
         session.opening += 1
         try:
-            devices = self._devices(device_uuids)
+            devices = self.devices.choose(device_uuids)
             loop = asyncio.get_running_loop()
             identities = [await loop.run_in_executor(self.executor, identify, fd) for fd in fds]
             sizes = [i.size_bytes for i in identities]
@@ -213,20 +197,6 @@ class Manager:
             session.opening -= 1
             for fd in fds:
                 os.close(fd)
-
-    def _devices(self, uuids: Sequence[str]) -> list[str]:
-        computing = [d.uuid for d in self.ledger.devices.values() if not d.is_host]
-        failed = [uuid for uuid in computing if self.ledger.devices[uuid].failed]
-        if not uuids:
-            uuids = [uuid for uuid in computing if uuid not in failed][:1] or computing[:1]
-        if any(uuid in failed for uuid in uuids):
-            raise NoDevice(f"device {', '.join(failed)} has failed; use another one, or restart vmmd to recover it")
-        for uuid in uuids:
-            if uuid not in computing:
-                raise NotFound(f"there is no device {uuid!r} here; this vmmd owns {', '.join(computing)}")
-        if len(set(uuids)) != len(uuids):
-            raise InvalidRequest(f"devices named twice: {', '.join(uuids)}")
-        return list(uuids)
 
     def _make(
         self,
@@ -264,7 +234,7 @@ class Manager:
             identities,
             self.driver,
             self.executor,
-            self.slabs.physical,
+            self.physical,
             self.options.quiesce_deadline_s,
             asyncio.get_running_loop().create_future(),
         )
@@ -277,7 +247,7 @@ class Manager:
         ]
         for record in [model.weights, *model.ranges, model.homes]:
             slabs = sorted(record.slabs.items())  # those still being made are granted when they are there
-            made = [(i, s) for i, s in slabs if s in self.slabs.physical]
+            made = [(i, s) for i, s in slabs if s in self.physical]
             items += [BatchItem(Kind.KIND_SLAB, record.range_id, i, s) for i, s in made]
         return session.add_batch(self.ledger.new_id(), items)
 
@@ -315,47 +285,7 @@ class Manager:
     def discard_ranges(self, model: Model) -> None:
         """Takes back every slab of a model that no session has open, and its ranges."""
         records = [model.weights, model.homes, *model.ranges]
-        self.slabs.take_back([i for r in records for i in r.slabs.values()], 0)
-
-    # K/V ranges
-
-    def create_range(
-        self, session: Session, device_uuid: str, model_id: int, cells_per_slab: int, cells_max: int
-    ) -> RangeRecord:
-        """An elastic K/V range without memory. Errors: `InvalidRequest`, `NotFound`, `Exhausted`."""
-        device = self._devices([device_uuid] if device_uuid else [])[0]
-        if model_id and not any(m is not None and m.model_id == model_id for m in session.attached):
-            raise NotFound(f"model {model_id} is not open in this session")
-        size = self.ledger.devices[device].slab_bytes
-        fits = 1 <= cells_per_slab <= size and cells_per_slab % 16 == 0
-        if not fits or not 1 <= cells_max <= min(CELLS_MAX, cells_per_slab * SLABS_MAX):
-            raise InvalidRequest(
-                f"a range of {cells_max} cells, {cells_per_slab} a slab of {size} bytes: a slab holds a positive"
-                f" multiple of 16 cells, a range 1 to {CELLS_MAX} cells and at most {SLABS_MAX} slabs"
-            )
-        if len(self.ledger.session_ranges(session.session_id)) >= self.options.ranges_per_session_max:
-            raise Exhausted(
-                f"this session has {self.options.ranges_per_session_max} ranges, which is the limit"
-                " (ranges_per_session_max); shrink one to 0 and end the session, or use fewer"
-            )
-        record = RangeRecord(
-            self.ledger.new_id(),
-            RangeKind.KV,
-            device,
-            session.record.domain,
-            session.session_id,
-            -(-cells_max // cells_per_slab),
-            cells_per_slab,
-            cells_max,
-        )
-        self.ledger.add_range(record)
-        return record
-
-    def _own_range(self, session: Session, range_id: int) -> RangeRecord:
-        record = self.ledger.ranges.get(range_id)
-        if record is None or record.kind is not RangeKind.KV or record.owner != session.session_id:
-            raise NotFound(f"range {range_id} is not a K/V range of this session")
-        return record
+        self.releases.take_back([i for r in records for i in r.slabs.values()], 0)
 
     def grant_added(self, model: Model, record: RangeRecord, placed: Sequence[Placed]) -> list[tuple[Session, int]]:
         """Grants slabs that joined a shared range to the model's sessions; returns their batches.
@@ -374,115 +304,6 @@ class Manager:
             session.send(memory_pb2.WatchEvent(epoch=self.epoch, slabs_added=added))
             batches.append((session, batch_id))
         return batches
-
-    async def grow(self, session: Session, growths: Sequence[tuple[int, int]]) -> "Grown":
-        """Grows K/V ranges to at least so many cells each, all or nothing.
-
-        A caller that is cancelled meanwhile (its client hung up) does not stop a
-        trade half-way: the growth is completed and given back. Errors:
-        `InvalidRequest`, `NotFound`, `Exhausted` (nothing changed), `LeaseRevoked`.
-        """
-        task = asyncio.create_task(self._grow(session, growths))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(lambda done: self._undo_growth(session, done))
-            raise
-
-    def _undo_growth(self, session: Session, done: "asyncio.Task[Grown]") -> None:
-        if not done.cancelled() and done.exception() is None:
-            items = session.batches.pop(done.result().batch_id, [])
-            kept = [i.slab_id for i in items if self.slabs.is_at(Placed(i.id, i.slab_index, i.slab_id))]
-            self.slabs.take_back(kept, session.session_id)
-
-    async def _grow(self, session: Session, growths: Sequence[tuple[int, int]]) -> "Grown":
-        records = [self._own_range(session, range_id) for range_id, _ in growths]
-        if len({r.range_id for r in records}) != len(records):
-            raise InvalidRequest("a range is named twice in one growth")
-        await self.slabs.settled(records)
-        if session.ended:
-            raise LeaseRevoked("the session ended before its range grew")
-        session.check_batches()
-        requests = []
-        for record, (_, cells) in zip(records, growths, strict=True):
-            if not 0 <= cells <= record.cells_max:
-                raise InvalidRequest(
-                    f"range {record.range_id} cannot grow to {cells} cells; it was made for {record.cells_max} at most"
-                )
-            wanted = -(-cells // record.cells_per_slab)
-            if wanted > len(record.slabs):
-                requests.append(arbiter.Request(record.range_id, wanted - len(record.slabs)))
-        if not requests:
-            return Grown(0, records, 0, [])
-        for model in self.models.values():
-            self.upkeep.refresh_heat(model)
-        granted = await self.slabs.provide(requests)
-        if session.ended:
-            self.slabs.take_back([p.slab_id for p in granted.placed if self.slabs.is_at(p)], session.session_id)
-            raise LeaseRevoked("the session ended while its range grew")
-        items = [BatchItem(Kind.KIND_SLAB, p.range_id, p.index, p.slab_id, writable=True) for p in granted.placed]
-        batch_id = session.add_batch(self.ledger.new_id(), items)
-        log.info(
-            "range.grown",
-            session=session.session_id,
-            slabs=len(items),
-            free=granted.free_slabs,
-            traded=sum(t.slabs for t in granted.trades),
-            moved=sum(t.experts_moved for t in granted.trades),
-        )
-        return Grown(batch_id, records, granted.free_slabs, granted.trades)
-
-    async def shrink(self, session: Session, range_id: int, cells: int) -> RangeRecord:
-        """Takes back a K/V range's slabs from the end, keeping at least so many cells.
-
-        The client has unmapped them; what it still holds past a deadline stays
-        charged to it as quarantined. Errors: `InvalidRequest`, `NotFound`.
-        """
-        record = self._own_range(session, range_id)
-        if cells < 0:
-            raise InvalidRequest(f"a range cannot shrink to {cells} cells")
-        keep = -(-cells // record.cells_per_slab)
-        slab_ids = [s for i, s in sorted(record.slabs.items()) if i >= keep]
-        slab_ids = [s for s in slab_ids if self.ledger.slabs[s].state is SlabState.LEASED]
-        for items in session.batches.values():
-            items[:] = [item for item in items if item.slab_id not in slab_ids]
-        self.slabs.take_back(slab_ids, session.session_id)
-        return record
-
-    # Devices
-
-    def measure(self) -> None:
-        """Takes note of what other programs have (used by the driver's word, less the slabs) and of dead devices."""
-        for device in self.ledger.devices.values():
-            if device.uuid in self.driver.failed_devices():
-                self._fail(device)
-            if device.failed or self.slabs.physical.creating[device.uuid]:
-                continue  # the driver counts slabs that are not known here yet
-            try:
-                memory = self.driver.memory(device.uuid)
-            except DriverError as error:
-                log.warning("device.unreadable", device=device.uuid, why=error.message)
-                continue
-            slabs = self.slabs.physical.bytes_on(device.uuid)
-            device.unmanaged_bytes = max(0, memory.total_bytes - memory.free_bytes - slabs)
-
-    def _fail(self, device: DeviceRecord) -> None:
-        """A device died: nothing is granted on it any more, and those who use it are told."""
-        if device.failed:
-            return
-        device.failed = True
-        why = (
-            f"device {device.uuid} has failed; what was on it is lost, other devices go on; restart vmmd to recover it"
-        )
-        log.error("device.failed", device=device.uuid)
-        for model in self.models.values():
-            if device.uuid in {r.device for r in (model.weights, model.homes, *model.ranges)}:
-                model.mark_stale(why)
-        users = {r.owner for r in self.ledger.ranges.values() if r.device == device.uuid}
-        for session in self.sessions.values():
-            if session.session_id in users or any(m is not None and m.model_id in users for m in session.attached):
-                notice = memory_pb2.Notice(code=memory_pb2.Notice.CODE_DEVICE_FAILED, message=why)
-                session.send(memory_pb2.WatchEvent(epoch=self.epoch, notice=notice))
 
     # Descriptors
 
@@ -504,7 +325,7 @@ class Manager:
                 if item.page is not None:
                     found.append((item, item.page.export()))
                 elif self.slabs.is_at(Placed(item.id, item.slab_index, item.slab_id)):
-                    slab = self.slabs.physical[item.slab_id]
+                    slab = self.physical[item.slab_id]
                     found.append((item, self.driver.export(slab, writable=item.writable)))
         except (OSError, VmmError):
             for _, fd in found:
@@ -529,5 +350,5 @@ class Manager:
         for model in self.models.values():
             model.closed = True
         self.executor.shutdown(wait=False, cancel_futures=True)
-        self.slabs.physical.close()
+        self.physical.close()
         self.driver.close()

@@ -1,7 +1,7 @@
-"""Slabs: carries out plans, and takes slabs back.
+"""Slabs: carries out plans.
 
-The ledger says who may have a slab; here are the physical ones. A plan is
-committed in the ledger before the first await; what fails is undone.
+A plan is committed in the ledger before the first await; what fails is undone.
+`vmmd.manager.releases` takes slabs back.
 """
 
 import asyncio
@@ -19,15 +19,12 @@ from vmmd.core.ledger import Ledger, RangeKind, RangeRecord, SlabState
 from vmmd.errors import Exhausted, VmmError
 from vmmd.manager import trading
 from vmmd.manager.model import Model, Stuck
-from vmmd.manager.physical import PhysicalSlabs, Wanted
+from vmmd.manager.physical import Wanted
 
 if TYPE_CHECKING:
     from vmmd.manager.manager import Manager
 
 log = structlog.get_logger("vmmd.slabs")
-
-HELD_DEADLINE_S = 1.0
-"""How long a slab that was given back, or whose client died, may still be held before it is quarantined."""
 
 ATTEMPTS_MAX = 16
 WAIT_DEADLINE_S = 10.0
@@ -73,9 +70,9 @@ class Slabs:
     def __init__(self, manager: "Manager") -> None:
         self._manager = manager
         self._ledger = manager.ledger
-        self.physical = PhysicalSlabs(manager.driver)
+        self._physical = manager.physical
+        self._releases = manager.releases
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lingering: dict[int, set[int]] = {}  # by revocation: slabs that somebody may have mapped at an old place
         self._busy: Counter[int] = Counter()  # ranges that a plan is being carried out for
         self._shedding: set[str] = set()  # devices that slabs are being given back to the driver of
 
@@ -102,7 +99,7 @@ class Slabs:
             return await self._provide(requests, keep_models, patient)
         finally:
             self._busy.subtract(mine)
-            self._tidy()
+            self.tidy()
 
     async def _provide(
         self, requests: Sequence[arbiter.Request], keep_models: Collection[int], patient: bool
@@ -129,7 +126,7 @@ class Slabs:
             except _PlanAgain:
                 continue
             except _MemoryTaken as taken:  # the next plan knows, or says who holds what
-                self._manager.measure()
+                self._manager.devices.measure()
                 if attempts == 2:
                     raise taken.error from None
             except Stuck as stuck:
@@ -146,7 +143,7 @@ class Slabs:
         domains, owners = {r.domain for r in into}, {r.owner for r in into}
         others = [m for m in self._manager.models.values() if m.arena.domain in domains and m.model_id not in owners]
         filling = [m.background for m in others if m.background is not None and not m.background.done()]
-        pending = [*self._tasks, *filling]
+        pending = [*self._tasks, *self._releases.tasks, *filling]
         if pending:
             await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED, timeout=LOOK_AGAIN_S)
             return True
@@ -171,7 +168,7 @@ class Slabs:
         free_slabs = 0
         begun: list[tuple[Model, arbiter.ArenaTrade, int]] = []
         leases = _Leases(self._ledger, requests, self._hole)
-        if self._quarantine_held([i for d in plan.devices for i in d.destroy]):
+        if self._releases.quarantine_held([i for d in plan.devices for i in d.destroy]):
             raise _PlanAgain
         for device in plan.devices:
             for slab_id in device.destroy:
@@ -242,7 +239,7 @@ class Slabs:
             def done() -> None:
                 for slab_id in trade.slab_ids:
                     self._ledger.finish_revoke(slab_id, now())
-                self._tell_removed(model, trade)
+                self._releases.tell_removed(model, trade)
 
             trading.take_out_later(model, trade, stuck, done)
             raise stuck.stuck from None
@@ -251,7 +248,7 @@ class Slabs:
                 self._ledger.cancel_revoke(slab_id, now())
             raise
         if not trade.crosses:
-            self._tell_removed(model, trade)
+            self._releases.tell_removed(model, trade)
 
     def _keep(self, model: Model, trade: arbiter.ArenaTrade) -> None:
         """A trade that came to nothing after its arena gave the slabs: they stay in their domain, free."""
@@ -260,34 +257,7 @@ class Slabs:
             if self._ledger.slabs[slab_id].state is SlabState.REVOKING:
                 self._ledger.finish_revoke(slab_id, time.monotonic())
         if trade.crosses:
-            self._tell_removed(model, trade)
-
-    def _tell_removed(self, model: Model, trade: arbiter.ArenaTrade, deadline_s: float = 0.0) -> int:
-        """Asks an arena's sessions to unmap a trade's slabs; returns the revocation they answer.
-
-        Without a deadline the memory stays in the domain, and whoever gets to it
-        late harms nobody: until it answers, the slabs count as lingering.
-        """
-        revocation = self._ledger.new_id()
-        removed = memory_pb2.SlabsRemoved(
-            range_id=model.ranges[trade.part].range_id,
-            slab_indexes=trade.indexes,
-            revocation_id=revocation,
-            deadline_ms=int(deadline_s * 1000),
-        )
-        for session in model.sessions:
-            session.revocations.add(revocation)
-            session.send(memory_pb2.WatchEvent(epoch=self._manager.epoch, slabs_removed=removed))
-        if model.sessions:
-            self._lingering[revocation] = set(trade.slab_ids)
-            trading.withhold(model, trade, revocation)
-        return revocation
-
-    def forget_answered(self) -> None:
-        """Drops revocations that every living session has answered."""
-        open_ = {r for s in self._manager.sessions.values() for r in s.revocations}
-        for revocation in [r for r in self._lingering if r not in open_]:
-            del self._lingering[revocation]
+            self._releases.tell_removed(model, trade)
 
     async def _cross(
         self, begun: "list[tuple[Model, arbiter.ArenaTrade, int]]", domains: dict[str, str], leases: "_Leases"
@@ -297,7 +267,7 @@ class Slabs:
             if not trade.crosses:
                 continue
             device = model.ranges[trade.part].device
-            gone = await self._revoke(model, trade)
+            gone = await self._releases.revoke(model, trade)
             new = []
             for _ in range(min(len(gone), self._ledger.room_slabs(device))):
                 new.append(self._ledger.create(device, domains[device], time.monotonic()))
@@ -311,55 +281,11 @@ class Slabs:
             if len(new) < len(gone):
                 raise Exhausted(f"other programs took the room for {len(gone) - len(new)} slabs on {device} meanwhile")
 
-    async def _revoke(self, model: Model, trade: arbiter.ArenaTrade) -> list[int]:
-        """Two phases: ask, wait for the memory to be let go, quarantine what is not. Returns what was destroyed."""
-        deadline_s = self._manager.options.revoke_deadline_s
-        asked = list(model.sessions)
-        revocation = self._tell_removed(model, trade, deadline_s)
-        until = time.monotonic() + deadline_s
-        held = list(trade.slab_ids)
-        while held and time.monotonic() < until:
-            await asyncio.sleep(0.002)
-            answered = not any(revocation in s.revocations for s in asked if not s.ended)
-            held = [i for i in held if not self._let_go(i, answered)]
-        holders = [s for s in asked if revocation in s.revocations and not s.ended] or asked
-        kept = [i for i in trade.slab_ids if i in held or not self.physical.destroy_for_others(i)]
-        for slab_id in kept:
-            self._quarantine(slab_id, holders[0].session_id if holders else 0)
-        gone = [i for i in trade.slab_ids if i not in kept]
-        for slab_id in gone:
-            self._ledger.finish_revoke(slab_id, time.monotonic())
-            self._ledger.destroy(slab_id)
-        return gone
-
-    def _let_go(self, slab_id: int, answered: bool) -> bool:
-        held = self.physical.held(slab_id)
-        return answered if held is None else not held
-
-    def _held(self, slab_id: int) -> bool:
-        """Whether anybody else holds a slab; by the clients' word where the driver cannot tell."""
-        held = self.physical.held(slab_id)
-        return any(slab_id in slabs for slabs in self._lingering.values()) if held is None else held
-
-    def _quarantine_held(self, slab_ids: Sequence[int]) -> bool:
-        """Quarantines free slabs that somebody still holds: they cannot leave their domain. True if any."""
-        self.forget_answered()
-        held = [i for i in slab_ids if self._held(i)]
-        for slab_id in held:
-            self._quarantine(slab_id, 0)
-        return bool(held)
-
-    def _quarantine(self, slab_id: int, holder: int) -> None:
-        session = self._ledger.sessions.get(holder)
-        pid = session.pid if session is not None else 0
-        self._ledger.quarantine(slab_id, holder, time.monotonic(), pid)
-        log.warning("slab.quarantined", slab=slab_id, session=holder, pid=pid)
-
     async def _create(self, slab_ids: Sequence[int]) -> None:
         """Creates physical slabs for ledger entries; on an error those made stay, for `_give_up`."""
         devices = [self._ledger.slabs[i].device for i in slab_ids]
         sizes = [self._ledger.devices[d].slab_bytes for d in devices]
-        await self.physical.create([Wanted(*w) for w in zip(slab_ids, devices, sizes, strict=True)])
+        await self._physical.create([Wanted(*w) for w in zip(slab_ids, devices, sizes, strict=True)])
 
     def _give_up(self, slab_id: int) -> None:
         """Undoes a lease of a plan that failed; a slab that was never made is forgotten."""
@@ -367,12 +293,12 @@ class Slabs:
         if slab.state is SlabState.LEASED:
             self._ledger.begin_revoke(slab_id, time.monotonic())
             self._ledger.finish_revoke(slab_id, time.monotonic())
-        if slab_id not in self.physical:
+        if slab_id not in self._physical:
             self._ledger.destroy(slab_id)
 
     def _destroy(self, slab_id: int) -> None:
         self._ledger.destroy(slab_id)
-        self.physical.destroy(slab_id)
+        self._physical.destroy(slab_id)
 
     def _hole(self, record: RangeRecord) -> int:
         """The lowest index of a range that nobody has another slab mapped at."""
@@ -381,68 +307,6 @@ class Slabs:
         if not withheld:
             return record.hole()
         return next(i for i in range(record.slabs_max) if i not in record.slabs and i not in withheld)
-
-    # Taking back
-
-    def take_back(self, slab_ids: Sequence[int], holder: int) -> None:
-        """Slabs whose user is done with them or dead: FREE once nobody holds them, else quarantined.
-
-        Slabs that are still being created are left to the plan that creates them.
-        Empty ranges without an owner are forgotten on the way. Never fails.
-        """
-        now = time.monotonic()
-        mine = [i for i in slab_ids if self._ledger.slabs[i].state is SlabState.LEASED and i in self.physical]
-        for slab_id in mine:
-            self._ledger.begin_revoke(slab_id, now)
-        held = self._settle(mine)
-        if held:
-            task = asyncio.create_task(self._await_release(held, holder))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        else:
-            self._tidy()
-            self._manager.upkeep.wake()
-
-    def _settle(self, slab_ids: Sequence[int]) -> list[int]:
-        """Frees those that nobody else holds; returns the others.
-
-        A slab that was an arena's may still be mapped at its old place by others of
-        the domain: that is no reason to keep it.
-        """
-        self.forget_answered()
-        lingering = set().union(*self._lingering.values())
-        held = []
-        for slab_id in slab_ids:
-            if slab_id not in lingering and self.physical.held(slab_id):
-                held.append(slab_id)
-            else:
-                self._ledger.finish_revoke(slab_id, time.monotonic())
-        return held
-
-    async def _await_release(self, slab_ids: list[int], holder: int) -> None:
-        until = time.monotonic() + HELD_DEADLINE_S
-        delay = 0.001
-        while slab_ids and time.monotonic() < until:
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, 0.05)
-            slab_ids = self._settle(slab_ids)
-        for slab_id in slab_ids:
-            self._quarantine(slab_id, holder)
-        self._tidy()
-        self._manager.upkeep.wake()
-
-    def lift_quarantine(self) -> None:
-        """Frees quarantined slabs whose holder has let go, or died."""
-        self.forget_answered()
-        for device in self._ledger.devices:
-            for slab_id in self._ledger.slabs_in(device, SlabState.QUARANTINED):
-                dead = self._ledger.slabs[slab_id].holder not in self._manager.sessions
-                phantom = dead and self.physical.forget(slab_id)
-                if phantom or not self._held(slab_id):
-                    self._ledger.lift(slab_id, time.monotonic())
-                    log.info("slab.released", slab=slab_id)
-                if phantom:
-                    self._ledger.destroy(slab_id)
 
     # Giving to the driver
 
@@ -457,21 +321,21 @@ class Slabs:
         self._shedding.add(device)
         try:
             plan = arbiter.plan_release(self._ledger, self._manager.holders(), device, count)
-            self._quarantine_held(plan.destroy)
+            self._releases.quarantine_held(plan.destroy)
             for slab_id in plan.destroy:
                 if self._ledger.slabs[slab_id].state is SlabState.FREE:
                     self._destroy(slab_id)
             for model, trade, generation in self._begin(plan.trades):
                 try:
                     await self._finish(model, trade, generation)
-                    gone = await self._revoke(model, trade)
+                    gone = await self._releases.revoke(model, trade)
                     log.info("arena.shrunk", model=model.model_id, device=device, slabs=len(gone))
                 except (Stuck, VmmError) as error:
                     log.warning("arena.not_shrunk", model=model.model_id, device=device, why=str(error))
         finally:
             self._shedding.discard(device)
 
-    def _tidy(self) -> None:
+    def tidy(self) -> None:
         """Forgets empty ranges and sessions that have ended."""
         manager, ledger = self._manager, self._ledger
         for record in list(ledger.ranges.values()):

@@ -68,8 +68,8 @@ class Upkeep:
 
     async def _tick(self) -> None:
         manager = self._manager
-        manager.slabs.lift_quarantine()
-        manager.measure()
+        manager.releases.lift_quarantine()
+        manager.devices.measure()
         now = time.monotonic()
         if now >= self._heat_due_s:
             self._heat_due_s = now + manager.options.heat_interval_s
@@ -150,7 +150,7 @@ class Upkeep:
         manager = self._manager
         granted = await manager.slabs.provide([arbiter.Request(record.range_id, len(sizes))])
         if model.closed:
-            manager.slabs.take_back([x.slab_id for x in granted.placed], 0)
+            manager.releases.take_back([x.slab_id for x in granted.placed], 0)
             return
         for placed, slot_bytes in zip(granted.placed, sizes, strict=True):
             model.arena.add_slab(p, placed.index, slot_bytes)

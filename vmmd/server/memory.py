@@ -90,7 +90,7 @@ class Memory(memory_pb2_grpc.MemoryServicer):
     async def CreateRange(
         self, request: memory_pb2.CreateRangeRequest, context: Context
     ) -> memory_pb2.CreateRangeReply:
-        record = self._manager.create_range(
+        record = self._manager.kv.create(
             self._session(context), request.device_uuid, request.model_id, request.cells_per_slab, request.cells_max
         )
         return memory_pb2.CreateRangeReply(
@@ -100,7 +100,7 @@ class Memory(memory_pb2_grpc.MemoryServicer):
     @unary
     async def GrowRanges(self, request: memory_pb2.GrowRangesRequest, context: Context) -> memory_pb2.GrowRangesReply:
         growths = [(g.range_id, g.cells) for g in request.growths]
-        granted = await self._manager.grow(self._session(context), growths)
+        granted = await self._manager.kv.grow(self._session(context), growths)
         return memory_pb2.GrowRangesReply(
             epoch=self._manager.epoch,
             batch_id=granted.batch_id,
@@ -113,7 +113,7 @@ class Memory(memory_pb2_grpc.MemoryServicer):
     async def ShrinkRange(
         self, request: memory_pb2.ShrinkRangeRequest, context: Context
     ) -> memory_pb2.ShrinkRangeReply:
-        record = await self._manager.shrink(self._session(context), request.range_id, request.cells)
+        record = await self._manager.kv.shrink(self._session(context), request.range_id, request.cells)
         cells = convert.grown(self._manager.ledger, record).cells
         return memory_pb2.ShrinkRangeReply(epoch=self._manager.epoch, cells=cells)
 
