@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -29,27 +30,24 @@ def matrix(kernels: KernelRunner, kind: Type, rows: int, columns: int, rng: np.r
     return Matrix(kernels.address(raw), int(kind), rows), values
 
 
-def run_matmul(
-    kernels: KernelRunner, rows: HalfRows, matrices: list[Matrix], y: F32, *, add: bool, kinds: set[Type]
-) -> None:
+def run_matmul(kernels: KernelRunner, rows: HalfRows, matrices: list[Matrix], y: F32, *, add: bool) -> None:
     """One launch with up to three matrices."""
     n = len(y)
     three = [*matrices, *[Matrix(0, 0, 0)] * (3 - len(matrices))]
-    kernels.run(
-        SOURCE, "matmul_prompt", prompt.matmul_grid(n, *(m.rows for m in matrices)), prompt.TILE_THREADS,
-        [rows, *three, y, n, y.shape[1], int(add)], prompt.TILE_SHARED_BYTES, [kind.name for kind in kinds],
-    )  # fmt: skip
+    grid = prompt.matmul_grid(n, *(m.rows for m in matrices))
+    args = [rows, *three, y, n, y.shape[1], int(add)]
+    kernels.run(SOURCE, "matmul_prompt", grid, prompt.TILE_THREADS, args, prompt.TILE_SHARED_BYTES)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_matmul_of_every_type(kernels: KernelRunner, rng: np.random.Generator, kind: Type) -> None:
-    """Each type's values meet the columns that they belong to, in steps that are whole and in a last one that is not."""
+    """Each type's values meet the columns that they belong to, in whole steps and in a last one that is not."""
     k = 768 if Type.Q2_K <= kind <= Type.IQ4_XS and kind not in (Type.IQ4_NL, Type.BF16) else 352
     n, rows = 18, 50
     x = rng.standard_normal((n, k)).astype(np.float16)
     m, values = matrix(kernels, kind, rows, k, rng)
     y = np.full((n, rows), np.nan, np.float32)
-    run_matmul(kernels, HalfRows.unscaled(kernels.address(x), k), [m], y, add=False, kinds={kind})
+    run_matmul(kernels, HalfRows.unscaled(kernels.address(x), k), [m], y, add=False)
     check("matmul_prompt", y, x.astype(np.float32) @ values.T)
 
 
@@ -62,7 +60,7 @@ def test_matmul_of_any_number_of_tokens(kernels: KernelRunner, rng: np.random.Ge
     found = [matrix(kernels, kind, count, k, rng) for kind, count in zip(kinds, rows, strict=True)]
     y = np.full((n, sum(rows) + 6), np.nan, np.float32)
     args = HalfRows.unscaled(kernels.address(x), k), [m for m, _ in found]
-    run_matmul(kernels, *args, y, add=False, kinds=set(kinds))
+    run_matmul(kernels, *args, y, add=False)
     assert np.isnan(y[:, sum(rows) :]).all()
     check("matmul_prompt", y[:, : sum(rows)], x.astype(np.float32) @ np.concatenate([v for _, v in found]).T)
 
@@ -75,7 +73,7 @@ def test_matmul_adds(kernels: KernelRunner, rng: np.random.Generator, kind: Type
     m, values = matrix(kernels, kind, rows, k, rng)
     y = rng.standard_normal((n, rows)).astype(np.float32)
     before = y.copy()
-    run_matmul(kernels, HalfRows.unscaled(kernels.address(x), k), [m], y, add=True, kinds={kind})
+    run_matmul(kernels, HalfRows.unscaled(kernels.address(x), k), [m], y, add=True)
     check("matmul_prompt", y - before, x.astype(np.float32) @ values.T)
 
 
@@ -91,7 +89,7 @@ def test_matmul_of_scaled_rows(kernels: KernelRunner, rng: np.random.Generator, 
     m, values = matrix(kernels, Type.Q4_K, rows, k, rng)
     y = np.full((n, rows), np.nan, np.float32)
     given = HalfRows(kernels.address(halves), kernels.address(scales), k, width)
-    run_matmul(kernels, given, [m], y, add=False, kinds={Type.Q4_K})
+    run_matmul(kernels, given, [m], y, add=False)
     wanted = x @ values.T
     for row in range(n):
         check("matmul_prompt", y[row], wanted[row])
@@ -111,15 +109,13 @@ def test_weights_beyond_float16(kernels: KernelRunner, rng: np.random.Generator,
         at = {Type.Q4_1: 0, Type.Q8_0: 0, Type.Q3_K: 108}[kind]
         blocks = raw.reshape(-1, raw.size // (rows * k // (256 if kind == Type.Q3_K else 32)))
         blocks[:, at : at + 2] = np.full((len(blocks), 1), 60000, np.float16).view(np.uint8)
-        import gguf
-
         values = gguf.dequantize(raw, kind).reshape(rows, k)
     raw = np.ascontiguousarray(raw)
     x = np.zeros((n, k), np.float16)
     x[0], x[1, ::2], x[2] = 2**-10, 2**-12, rng.uniform(0, 2**-10, k)
     y = np.full((n, rows), np.nan, np.float32)
     m = Matrix(kernels.address(raw), int(kind), rows)
-    run_matmul(kernels, HalfRows.unscaled(kernels.address(x), k), [m], y, add=False, kinds={kind})
+    run_matmul(kernels, HalfRows.unscaled(kernels.address(x), k), [m], y, add=False)
     wanted = x.astype(np.float32) @ np.clip(values, -65504, 65504).T
     assert np.array_equal(np.isnan(y), np.isnan(wanted))
     check("matmul_prompt", np.nan_to_num(y), np.nan_to_num(wanted))
@@ -175,7 +171,6 @@ def test_experts(
     experts = np.stack([rng.choice(n_experts - 1, top_k, replace=False, p=loads) for _ in range(n)]).astype(np.int32)
     order = rng.permutation(n_experts).astype(np.int32)
     layer = Layer(kernels, rng, kinds, experts, n_experts, d_model, d_expert, order)
-    types = [kind.name for kind in set(kinds)]
     x = rng.standard_normal((n, d_model)).astype(np.float16)
     h = np.full((n * top_k, d_expert), np.nan, np.float16)
     scales = np.full((n * top_k, -(-d_expert // prompt.SCALE_WIDTH)), np.nan, np.float32)
@@ -188,11 +183,11 @@ def test_experts(
         args: list[Any] = [HalfRows.unscaled(kernels.address(x), d_model), layer.groups, given, int(kinds[0])]
         args += [int(kinds[1]), h, scales, d_expert, top_k]
         grid = prompt.gate_up_grid(n, last - first, top_k, d_expert)
-        kernels.run(SOURCE, "gate_up_prompt", grid, prompt.TILE_THREADS, args, prompt.TILE_SHARED_BYTES, types)
+        kernels.run(SOURCE, "gate_up_prompt", grid, prompt.TILE_THREADS, args, prompt.TILE_SHARED_BYTES)
         hidden = HalfRows(kernels.address(h), kernels.address(scales), d_expert, prompt.SCALE_WIDTH)
         grid = prompt.down_grid(n, last - first, top_k, d_model)
         args = [hidden, layer.groups, given, int(kinds[2]), y, d_model]
-        kernels.run(SOURCE, "down_prompt", grid, prompt.TILE_THREADS, args, prompt.TILE_SHARED_BYTES, types)
+        kernels.run(SOURCE, "down_prompt", grid, prompt.TILE_THREADS, args, prompt.TILE_SHARED_BYTES)
     wanted_h, wanted_y = np.empty_like(h, np.float32), np.empty_like(y)
     for row, pair in enumerate(layer.pairs):
         values, token = layer.values[experts.reshape(-1)[pair]], x[pair // top_k].astype(np.float32)
@@ -225,11 +220,11 @@ def test_experts_that_were_copied(kernels: KernelRunner, rng: np.random.Generato
     grid = prompt.gate_up_grid(n, n_experts - first, top_k, d_expert)
     for array in (h, scales, y):
         kernels.address(array)
-    kernels.run(SOURCE, "gate_up_prompt", grid, prompt.TILE_THREADS, args, prompt.TILE_SHARED_BYTES, ["F16"])
+    kernels.run(SOURCE, "gate_up_prompt", grid, prompt.TILE_THREADS, args, prompt.TILE_SHARED_BYTES)
     hidden = HalfRows(kernels.address(h), kernels.address(scales), d_expert, prompt.SCALE_WIDTH)
     grid = prompt.down_grid(n, n_experts - first, top_k, d_model)
     args = [hidden, layer.groups, given, 1, y, d_model]
-    kernels.run(SOURCE, "down_prompt", grid, prompt.TILE_THREADS, args, prompt.TILE_SHARED_BYTES, ["F16"])
+    kernels.run(SOURCE, "down_prompt", grid, prompt.TILE_THREADS, args, prompt.TILE_SHARED_BYTES)
     places = np.argsort(order)[experts.reshape(-1)]
     assert np.isnan(y[places < first]).all()
     assert np.nanmax(scales) > 1
