@@ -62,6 +62,14 @@ class Host:
                 self.notices.append(event.notice.message)
 
     async def open(self, model: SmallModel, session: Session | None = None, device: str = "") -> Any:
+        """Opens a model and waits until its homes are filled, too."""
+        opened = await self.begin(model, session, device)
+        if opened.background is not None:
+            await asyncio.wait([opened.background])
+        return opened
+
+    async def begin(self, model: SmallModel, session: Session | None = None, device: str = "") -> Any:
+        """Opens a model and waits until steps can start."""
         session = session or self.session
         self._files += 1
         session.add_files(self._files, [os.open(model.path, os.O_RDONLY)], 100)
@@ -72,8 +80,6 @@ class Host:
             session, self._files, "m", [device] if device else [], shape, stacks, weights
         )
         await asyncio.shield(opened.ready)
-        if opened.background is not None:
-            await asyncio.wait([opened.background])
         return opened
 
     def range(self, session: Session | None = None) -> int:
