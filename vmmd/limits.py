@@ -11,6 +11,9 @@ DESCRIPTORS_SPARE = 512
 MAPPINGS_SPARE = 2048
 """For libraries, stacks and heaps, beside one mapping a slab."""
 
+_NO_LIMIT_BYTES = 1 << 60
+"""Version 1 writes no limit as the largest multiple of a page in 63 bits."""
+
 
 def raise_descriptor_limit() -> int:
     """Raises the soft limit on descriptors to the hard one; returns what holds now."""
@@ -72,7 +75,7 @@ def warnings(
             )
     if limits.cgroup_bytes_max is not None and host_memory_bytes > limits.cgroup_bytes_max:
         found.append(
-            f"caps in host memory of {host_memory_bytes} bytes are more than this cgroup's memory.max of "
+            f"caps in host memory of {host_memory_bytes} bytes are more than this cgroup's limit of "
             f"{limits.cgroup_bytes_max} bytes: set MemoryMax= higher, or host_cap_bytes and host.device_bytes lower"
         )
     return found
@@ -94,15 +97,23 @@ def _mem_available_bytes(root: Path) -> int:
 
 
 def _cgroup_bytes_max(root: Path) -> int | None:
-    """The least ``memory.max`` of our cgroup (version 2) and those above it."""
-    lines = _read(root / "proc/self/cgroup").splitlines()
-    own = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), None)
-    if own is None:
-        return None
-    top = root / "sys/fs/cgroup"
-    directory = top / own
-    values = [_read(d / "memory.max") for d in (directory, *directory.parents) if d.is_relative_to(top)]
-    return min((int(value) for value in values if value.isdigit()), default=None)
+    """The least memory limit of our cgroup and those above it: ``memory.max``, or in version 1 its ``limit_in_bytes``.
+
+    In a container the path may be the host's, which is not there: then the top is our own.
+    """
+    limits = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "", "")
+        if number == "0":
+            top, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        directory = top / path.strip("/")
+        values = [_read(d / name) for d in (directory, *directory.parents) if d.is_relative_to(top)]
+        limits += [int(value) for value in values if value.isdigit() and int(value) < _NO_LIMIT_BYTES]
+    return min(limits, default=None)
 
 
 def _read(path: Path) -> str:

@@ -63,12 +63,13 @@ def prepare(explicit: Path | None = None, environ: Mapping[str, str] | None = No
     for path in (directory.grpc_socket, directory.broker_socket):
         if problem := socket_path_problem(path):
             raise InvalidRequest(problem)
-    _own_directory(directory.path, 0o750, forbidden_mode=0o022)
-    _own_directory(directory.private, 0o700, forbidden_mode=0o077)
+    own_directory(directory.path, 0o750, forbidden_mode=0o022)
+    own_directory(directory.private, 0o700, forbidden_mode=0o077)
     return directory
 
 
-def _own_directory(path: Path, mode: int, forbidden_mode: int) -> None:
+def own_directory(path: Path, mode: int, forbidden_mode: int) -> None:
+    """Makes a directory where it is missing. Errors: `PermissionDenied` (not ours, or too open), `InvalidRequest`."""
     try:
         path.mkdir(mode)
         path.chmod(mode)  # whatever the umask is
@@ -188,7 +189,7 @@ class DeviceClaim:
             self._socket.close()
             if error.errno != errno.EADDRINUSE:
                 raise
-            pid = _owner_pid(name)
+            pid = device_owner(uuid)
             who = f"another vmmd (pid {pid})" if pid else "another vmmd"
             raise NoDevice(f"device {uuid} is managed by {who}") from None
 
@@ -197,12 +198,13 @@ class DeviceClaim:
         self._socket.close()
 
 
-def _owner_pid(name: str) -> int | None:
+def device_owner(uuid: str) -> int | None:
+    """The pid of the daemon that has claimed a device; None where none has, or where it is in another pid namespace."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
         probe.setblocking(False)
         try:
-            probe.connect(name)
+            probe.connect(_CLAIM_PREFIX + uuid)
         except OSError:
             return None
         pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return pid or None  # 0: in another pid namespace
+        return pid or None

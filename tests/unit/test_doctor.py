@@ -16,7 +16,6 @@ import pytest
 from click.testing import CliRunner
 
 from tests.helpers.fake_cuda import MIB, FakeCuda, gpu_uuid
-from vmmd import runtime_dir
 from vmmd.ctl import doctor as command
 from vmmd.ctl import probes_cuda, probes_host
 from vmmd.ctl.findings import Finding, look
@@ -121,7 +120,7 @@ def test_overflow_user(tmp_path: Path) -> None:
 
 
 def test_cgroup_limits(tmp_path: Path) -> None:
-    """Version 2 gives its least limit; version 1, which the daemon does not read, is a warning unless unlimited."""
+    """The least limit of version 2 and of version 1 is shown, where there is one."""
     write(tmp_path, "proc/self/cgroup", "0::/a.slice/b\n")
     write(tmp_path, "sys/fs/cgroup/a.slice/b/memory.max", f"{2 * GIB}\n")
     finding = on_host(tmp_path, "cgroup memory.max")
@@ -129,10 +128,10 @@ def test_cgroup_limits(tmp_path: Path) -> None:
     write(tmp_path, "proc/self/cgroup", "9:name=systemd:/\n4:cpu,memory:/pod\n")
     write(tmp_path, "sys/fs/cgroup/memory/pod/memory.limit_in_bytes", f"{GIB}\n")
     finding = on_host(tmp_path, "cgroup memory.max")
-    assert finding.state == "warn"
-    assert "limit 1 GiB, of cgroup version 1" in finding.what_is
+    assert (finding.state, finding.what_is) == ("ok", "1 GiB")
     write(tmp_path, "sys/fs/cgroup/memory/pod/memory.limit_in_bytes", "9223372036854771712\n")
-    assert on_host(tmp_path, "cgroup memory.max").state == "ok"
+    finding = on_host(tmp_path, "cgroup memory.max")
+    assert (finding.state, finding.what_is) == ("ok", "no limit")
 
 
 def test_numa_nodes(tmp_path: Path) -> None:
@@ -519,7 +518,7 @@ def test_no_peers_and_a_slice(tmp_path: Path, install: Install) -> None:
 def test_a_gpu_that_a_daemon_manages(tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     """The daemon's pid is shown, and its GPU is not filled for a trial."""
     install(gpus=1)
-    monkeypatch.setattr(runtime_dir, "_owner_pid", lambda name: 4711)
+    monkeypatch.setattr(probes_cuda, "device_owner", lambda uuid: 4711)
     found = cuda_findings(tmp_path)
     assert "pid 4711" in found[f"{SHORT} owner"].what_is
     assert found[f"{SHORT} 4 GiB allocation"].state == "absent"

@@ -47,7 +47,7 @@ def test_cgroup() -> None:
     """Host memory beyond the cgroup's limit is named before the kernel kills for it."""
     limits = replace(ROOMY, cgroup_bytes_max=4 * GIB)
     (line,) = warnings(limits, {"HOST-RAM": 8 * GIB}, 64 * MIB, 8 * GIB)
-    assert f"{8 * GIB} bytes are more than this cgroup's memory.max of {4 * GIB}" in line
+    assert f"{8 * GIB} bytes are more than this cgroup's limit of {4 * GIB}" in line
     assert warnings(limits, {"GPU": 8 * GIB, "HOST-RAM": GIB}, 64 * MIB, GIB) == []
 
 
@@ -80,6 +80,26 @@ def test_read_cgroup(tmp_path: Path, own: str | None, above: str | None, expecte
     assert limits.cgroup_bytes_max == expected
     assert limits.available_bytes == min(8 * GIB, expected or 8 * GIB)
     assert limits.mappings_max == 65530
+
+
+@pytest.mark.parametrize(
+    ("own", "top", "expected"),
+    [
+        (2 * GIB, 9223372036854771712, 2 * GIB),
+        (None, GIB, GIB),
+        (2 * GIB, GIB, GIB),
+        (9223372036854771712,) * 2 + (None,),
+    ],
+)
+def test_read_cgroup_version_1(tmp_path: Path, own: int | None, top: int, expected: int | None) -> None:
+    """The least limit_in_bytes holds; in a container, whose own path is not there, that of the top."""
+    write(tmp_path, "proc/meminfo", "MemAvailable:   8388608 kB\n")
+    write(tmp_path, "proc/self/cgroup", "9:name=systemd:/\n4:cpu,memory:/docker/a:b\n0::/\n\n")
+    write(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", f"{top}\n")
+    if own:
+        write(tmp_path, "sys/fs/cgroup/memory/docker/a:b/memory.limit_in_bytes", f"{own}\n")
+    limits = HostLimits.read(tmp_path)
+    assert (limits.cgroup_bytes_max, limits.available_bytes) == (expected, min(8 * GIB, expected or 8 * GIB))
 
 
 def test_read_nothing(tmp_path: Path) -> None:

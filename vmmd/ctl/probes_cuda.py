@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from vmmd import runtime_dir
 from vmmd.config import GIB, MIB
 from vmmd.ctl.findings import Finding, Probe, State, look
 from vmmd.ctl.printers import size
@@ -32,6 +31,7 @@ from vmmd.driver.cuda_calls import Gpu, call
 from vmmd.driver.cuda_vmm import CudaDriver
 from vmmd.driver.host_memfd import HOST_UUID
 from vmmd.errors import DriverError, Exhausted, NoDevice
+from vmmd.runtime_dir import device_owner
 
 PROBE_TIMEOUT_S = 30.0
 """How long one probe may take; without NVIDIA's persistence daemon a GPU takes seconds to wake."""
@@ -213,14 +213,10 @@ def memory(cu: Any, gpu: Gpu) -> Finding:
 
 def owner(gpu: Gpu) -> Finding:
     """Whether a daemon manages it already."""
-    pid = _owner_pid(gpu)
+    pid = device_owner(gpu.uuid)
     if pid is None:
         return Finding(_name(gpu, "owner"), "ok", "no vmmd manages it")
     return Finding(_name(gpu, "owner"), "ok", f"managed by vmmd (pid {pid}); another one cannot have it")
-
-
-def _owner_pid(gpu: Gpu) -> int | None:
-    return runtime_dir._owner_pid(runtime_dir._CLAIM_PREFIX + gpu.uuid)
 
 
 def mig(gpu: Gpu, root: Path) -> Finding:
@@ -322,7 +318,7 @@ def fresh(cu: Any, gpu: Gpu) -> Finding:
 def large(cu: Any, gpu: Gpu, root: Path) -> Finding:
     """4 GiB in one exportable allocation, which WSL2 refuses."""
     name = _name(gpu, "4 GiB allocation")
-    if pid := _owner_pid(gpu):
+    if pid := device_owner(gpu.uuid):
         return Finding(name, "absent", f"not tried: vmmd (pid {pid}) manages this GPU", "stop it to try")
     with _context(cu, gpu):
         free_bytes, _ = call(cu.cuMemGetInfo)

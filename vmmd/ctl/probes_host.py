@@ -151,21 +151,6 @@ def host_memory(root: Path) -> Finding:
 def cgroup(root: Path) -> Finding:
     """The cgroup's limit, which kills before the host runs short."""
     name = "cgroup memory.max"
-    lines = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
-    old = next((path.strip("/") for _, controllers, path in lines if "memory" in controllers.split(",")), None)
-    if old is not None:
-        top = root / "sys/fs/cgroup/memory"
-        found = [_integer(directory / "memory.limit_in_bytes") for directory in (top / old, top)]
-        most_bytes = min((value for value in found if value is not None), default=None)
-        if most_bytes is not None and most_bytes >= _UNLIMITED:
-            return Finding(name, "ok", "no limit (cgroup version 1)")
-        shown = "unknown" if most_bytes is None else size(most_bytes)
-        return Finding(
-            name,
-            "warn",
-            f"limit {shown}, of cgroup version 1, which vmmd does not read",
-            "set host.device_bytes, host.ram_bytes and host_cap_bytes below the container's limit",
-        )
     most_bytes = limits.HostLimits.read(root).cgroup_bytes_max
     if most_bytes is None:
         return Finding(name, "ok", "no limit")
@@ -523,9 +508,9 @@ def runtime_directory(directory: Path | None, environ: Mapping[str, str]) -> Fin
 def _directory_problem(path: Path) -> str | None:
     """What the daemon would say against a directory that exists."""
     try:
-        runtime_dir._own_directory(path, 0o750, forbidden_mode=0o022)
+        runtime_dir.own_directory(path, 0o750, forbidden_mode=0o022)
         if (path / "private").exists():
-            runtime_dir._own_directory(path / "private", 0o700, forbidden_mode=0o077)
+            runtime_dir.own_directory(path / "private", 0o700, forbidden_mode=0o077)
     except VmmError as error:
         return error.message
     return None
