@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.fake_cuda import MIB, PAGE_BYTES, FakeCuda, gpu_uuid
-from vmmd.driver import cuda_vmm
+from tests.helpers.fake_cuda import MIB, PAGE_BYTES, CUresult, FakeCuda, gpu_uuid
+from vmmd.driver import cuda_calls, cuda_vmm
 from vmmd.driver.base import Copy, FileSource, ShortRead, Slab, SlabSource
 from vmmd.driver.cuda_mapper import CudaMapper
 from vmmd.driver.cuda_vmm import CudaDriver, available
@@ -103,6 +103,29 @@ def test_missing_feature_is_named(stand: Stand, monkeypatch: pytest.MonkeyPatch)
         make_driver()
 
 
+@pytest.mark.parametrize(
+    "function", ["cuDeviceGet", "cuDeviceGetUuid", "cuDeviceGetName", "cuMemGetAllocationGranularity"]
+)
+def test_gpu_that_does_not_answer_is_left_out(stand: Stand, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    """A GPU that fails is missing with its reason; the others are used, and their slabs are not opened to it."""
+    fake = stand.fake
+    plain = getattr(fake.module, function)
+
+    def second_fails(*args: Any) -> Any:
+        ordinal = args[0].location.id if function == "cuMemGetAllocationGranularity" else args[-1]
+        return (CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,) if ordinal == 1 else plain(*args)
+
+    second_fails.__name__ = function
+    monkeypatch.setattr(fake.module, function, second_fails)
+    gpus, (missing,) = cuda_calls.find_gpus(fake.module)
+    assert [(gpu.uuid, gpu.reached_by) for gpu in gpus] == [(FIRST, frozenset())]
+    assert f"{function} failed with CUDA_ERROR_ILLEGAL_ADDRESS" in missing
+    assert missing.endswith("on GPU 1" if function in ("cuDeviceGet", "cuDeviceGetUuid") else f"on {SECOND}")
+    driver = make_driver()
+    assert [device.uuid for device in driver.devices()] == [FIRST, HOST_UUID]
+    driver.close()
+
+
 def test_options_are_checked(stand: Stand) -> None:
     """An option that cannot be is refused before anything is made."""
     for make in (make_driver, lambda **options: CudaMapper(FIRST, **options)):
@@ -136,8 +159,10 @@ def test_start_undoes_at_every_call(stand: Stand) -> None:
                 driver = make_driver()
             except (DriverError, NoDevice) as error:
                 assert isinstance(error, NoDevice) or (error.call, error.code) == (function, 1)
-            else:  # the host's memory, which may be memfds instead
-                assert driver.create(HOST_UUID, PAGE_BYTES).handle.memfd is not None
+            else:  # without the second GPU, without a path to it, or with memfds for the host's memory
+                infos, slab = driver.devices(), driver.create(HOST_UUID, PAGE_BYTES)
+                without_path = not all(gpu.reached_by for gpu in driver._gpus.values())
+                assert len(infos) == 2 or without_path or slab.handle.memfd is not None
                 fake.heal()
                 driver.close()
             fake.heal()

@@ -11,7 +11,7 @@ import os
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from uuid import UUID
 
@@ -85,40 +85,59 @@ def call(function: Any, *args: Any) -> Any:
 
 
 def find_gpus(cu: Any) -> tuple[list[Gpu], list[str]]:
-    """The GPUs that can share slabs, and what each of the others lacks."""
+    """The GPUs that can share slabs, and what each of the others lacks.
+
+    Errors: `DriverError` where they cannot even be counted.
+    """
+    gpus, missing = [], []
+    count = call(cu.cuDeviceGetCount)
+    for ordinal in range(count):
+        name = f"GPU {ordinal}"
+        try:
+            device = call(cu.cuDeviceGet, ordinal)
+            name = f"GPU-{UUID(bytes=bytes(call(cu.cuDeviceGetUuid, device).bytes))}"
+            lacks = _lacks(cu, device)
+            if not lacks:
+                gpus.append(_gpu(cu, name, ordinal, device, count))
+        except DriverError as error:  # the others go on
+            lacks = f"an answer ({error.message})"
+        if lacks:
+            missing.append(f"{lacks} on {name}")
+    usable = {gpu.ordinal for gpu in gpus}
+    return [replace(gpu, reached_by=gpu.reached_by & usable) for gpu in gpus], missing
+
+
+def _lacks(cu: Any, device: Any) -> str:
     attribute = cu.CUdevice_attribute
     needed = {
         "virtual memory management": attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
         "memory export as POSIX descriptors": attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
     }
-    gpus, missing = [], []
-    count = call(cu.cuDeviceGetCount)
-    for ordinal in range(count):
-        device = call(cu.cuDeviceGet, ordinal)
-        uuid = f"GPU-{UUID(bytes=bytes(call(cu.cuDeviceGetUuid, device).bytes))}"
-        lacks = [name for name, code in needed.items() if not call(cu.cuDeviceGetAttribute, code, device)]
-        if lacks:
-            missing.append(f"{' and '.join(lacks)} on {uuid}")
-            continue
-        gpus.append(
-            Gpu(
-                uuid,
-                bytes(call(cu.cuDeviceGetName, 256, device)).split(b"\0")[0].decode(),
-                ordinal,
-                call(
-                    cu.cuMemGetAllocationGranularity,
-                    device_memory(cu, ordinal),
-                    cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
-                ),
-                max(0, call(cu.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, device)),
-                frozenset(
-                    other
-                    for other in range(count)
-                    if other != ordinal and call(cu.cuDeviceCanAccessPeer, call(cu.cuDeviceGet, other), device)
-                ),
-            )
-        )
-    return gpus, missing
+    return " and ".join(name for name, code in needed.items() if not call(cu.cuDeviceGetAttribute, code, device))
+
+
+def _gpu(cu: Any, uuid: str, ordinal: int, device: Any, count: int) -> Gpu:
+    node = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
+    return Gpu(
+        uuid,
+        bytes(call(cu.cuDeviceGetName, 256, device)).split(b"\0")[0].decode(),
+        ordinal,
+        call(
+            cu.cuMemGetAllocationGranularity,
+            device_memory(cu, ordinal),
+            cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
+        ),
+        max(0, call(cu.cuDeviceGetAttribute, node, device)),
+        frozenset(o for o in range(count) if o != ordinal and _has_path(cu, o, device)),
+    )
+
+
+def _has_path(cu: Any, ordinal: int, device: Any) -> bool:
+    """Whether a GPU reaches the memory of a device; one that does not answer reaches nothing."""
+    try:
+        return bool(call(cu.cuDeviceCanAccessPeer, call(cu.cuDeviceGet, ordinal), device))
+    except DriverError:
+        return False
 
 
 def missing_features() -> list[str]:

@@ -89,6 +89,8 @@ class CudaDriver:
         gpus, missing = cuda_calls.find_gpus(cu)
         if not gpus:
             raise NoDevice(f"no GPU can be used; missing: {'; '.join(missing) or 'a GPU'}")
+        if missing:
+            log.warning("driver.gpus_left_out", missing=missing)
         if peer_access == "never":
             gpus = [replace(gpu, reached_by=frozenset()) for gpu in gpus]
         self._gpus = {gpu.uuid: gpu for gpu in gpus}
