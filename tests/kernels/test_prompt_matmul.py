@@ -65,6 +65,22 @@ def test_matmul_of_any_number_of_tokens(kernels: KernelRunner, rng: np.random.Ge
     check("matmul_prompt", y[:, : sum(rows)], x.astype(np.float32) @ np.concatenate([v for _, v in found]).T)
 
 
+@pytest.mark.parametrize("rows", [(1,), (33, 17, 129), (16, 15)])
+def test_matmul_of_odd_rows(kernels: KernelRunner, rng: np.random.Generator, rows: tuple[int, ...]) -> None:
+    """Matrices may have any number of rows."""
+    n, k = 17, 128
+    x = rng.standard_normal((n, k)).astype(np.float16)
+    found = [matrix(kernels, Type.Q8_0, count, k, rng) for count in rows]
+    for stride in (sum(rows), sum(rows) + 1):
+        y = np.full((n, stride), np.nan, np.float32)
+        run_matmul(kernels, HalfRows.unscaled(kernels.address(x), k), [m for m, _ in found], y, add=False)
+        assert np.isnan(y[:, sum(rows) :]).all()
+        y[:, sum(rows) :] = 0
+        run_matmul(kernels, HalfRows.unscaled(kernels.address(x), k), [m for m, _ in found], y, add=True)
+        wanted = x.astype(np.float32) @ np.concatenate([v for _, v in found]).T
+        check("matmul_prompt", y[:, : sum(rows)], 2 * wanted)
+
+
 @pytest.mark.parametrize("kind", FEW_KINDS, ids=lambda kind: kind.name)
 def test_matmul_adds(kernels: KernelRunner, rng: np.random.Generator, kind: Type) -> None:
     """Products are added to what is there."""

@@ -6,7 +6,7 @@
 // down_prompt     y = W_down h, by expert                            reference.expert_ffn
 //
 // Shapes: x and h float16 with scales (HalfRows), matrices as GGUF lays them out, y float32, all row by row. k is a
-// multiple of 8 and of the types' block sizes, rows of a matrix come in even numbers.
+// multiple of 8 and of the types' block sizes, d_model and d_expert of 8.
 // Launch geometry: stands at each kernel; blocks of TILE_THREADS threads with TILE_SHARED_BYTES of dynamic shared memory.
 // A block takes up to 64 tokens, and 128 rows (gate_up: 64 of each matrix). Blocks that find nothing to do end.
 // Accumulation: float32, of products of float16.
@@ -40,7 +40,7 @@ __device__ __forceinline__ float scale_for(float largest) {
 using namespace strata;
 
 // y float32 [n][y_stride] = x W^T for the rows of up to three matrices, one after the other; with `add`, y += x W^T.
-// Matrices that are not there have no rows. y_stride is even.
+// Matrices that are not there have no rows.
 // Launch: (sum of ceil(rows / 128), ceil(n / 64)) blocks, more tokens' are allowed.
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
     matmul_prompt(HalfRows x, Matrix first, Matrix second, Matrix third, float* y, int n, int y_stride, int add) {
@@ -68,10 +68,17 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
   Sums sums;
   multiply_tile(TileMemory{shared}, tokens, strip, sums);
   float* to = y + static_cast<int64_t>(first_token) * y_stride + column + first_row;
+  const bool are_even = (y_stride | column | strip.count) % 2 == 0;
   each_pair(sums, count, [&](int token, int row, float2 v) {
     if (row >= strip.count) return;
-    float2* at = reinterpret_cast<float2*>(to + static_cast<int64_t>(token) * y_stride + row);
-    *at = add ? make_float2(at->x + v.x, at->y + v.y) : v;
+    float* at = to + static_cast<int64_t>(token) * y_stride + row;
+    if (are_even) {
+      float2* pair = reinterpret_cast<float2*>(at);
+      *pair = add ? make_float2(pair->x + v.x, pair->y + v.y) : v;
+    } else {
+      at[0] = add ? at[0] + v.x : v.x;
+      if (row + 1 < strip.count) at[1] = add ? at[1] + v.y : v.y;
+    }
   });
 }
 
