@@ -78,6 +78,10 @@ class Launch:
         self._pointers = (ctypes.c_void_p * max(1, len(args)))(*map(ctypes.addressof, args))
         self._address = ctypes.addressof(self._pointers)
 
+    def resize(self, grid: Dimensions) -> None:
+        """Another grid from the next call on."""
+        self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ = dimensions(grid)
+
     def __call__(self) -> None:
         """Errors: `DriverError`."""
         call(self._launch, self._config, self._function, self._address, 0)
