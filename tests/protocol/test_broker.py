@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from vmmd.core.ledger import DeviceRecord
 from vmmd.driver.host_memfd import HOST_UUID, HostDriver
 from vmmd.errors import InvalidRequest, NotFound, PermissionDenied
 from vmmd.manager import Manager
+from vmmd.manager import session as session_module
 from vmmd.manager.manager import Options
 
 CONFIG = 'slab_bytes = "64KiB"\ngive_back_delay_s = 0.1\n[host]\ndevice_bytes = "4MiB"\nram_bytes = "4MiB"\n'
@@ -504,27 +506,64 @@ def test_modes_of_what_the_daemon_makes(tmp_path: Path) -> None:
         assert not directory.exists()
 
 
+@asynccontextmanager
+async def _broker_here(directory: Path, *, use_peer_pidfd: bool = True) -> AsyncIterator[Manager]:
+    """A broker in this process."""
+    driver = HostDriver([("SIM", "simulated", 1 << 20)], 1 << 20)
+    devices = [
+        DeviceRecord(d.uuid, d.name, SLAB_BYTES, d.total_bytes, d.total_bytes, is_host=d.uuid == HOST_UUID)
+        for d in driver.devices()
+    ]
+    manager = Manager(driver, devices, Options())
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(os.fspath(directory / "handles.sock"))
+    listener.listen()
+    broker = Broker(manager, listener, lambda uid: f"user {uid}", use_peer_pidfd=use_peer_pidfd)
+    broker.start()
+    try:
+        yield manager
+    finally:
+        broker.close()
+        await manager.close()
+
+
+def test_client_that_reads_no_events_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond so many unread events a session and its connection end, and others go on; one that reads stays."""
+    monkeypatch.setattr(session_module, "EVENTS_MAX", 3)
+
+    async def run() -> None:
+        async with _broker_here(tmp_path) as manager:
+            with Wire(tmp_path, hello=False) as deaf, Wire(tmp_path, hello=False) as other:
+                for wire_ in (deaf, other):
+                    reply = await asyncio.to_thread(wire_.ask, broker_pb2.BrokerRequest(hello=HELLO))
+                    assert reply.welcome.token
+                silent, reader = manager.sessions.values()
+                reader.watcher = reader.events.clear
+                for n in range(5):
+                    assert len(manager.sessions) == 2
+                    manager.notify(memory_pb2.Notice.CODE_DRAINING, str(n))
+                    assert len(silent.events) == min(n + 1, 3)
+                await asyncio.sleep(0.05)
+                assert list(manager.sessions.values()) == [reader] and silent.ended
+                assert await asyncio.to_thread(deaf.is_closed)
+                again = Wire(tmp_path, hello=False)  # what the first one's descriptors were is free
+                reply = await asyncio.to_thread(again.ask, broker_pb2.BrokerRequest(hello=HELLO))
+                assert reply.welcome.token and len(manager.sessions) == 2
+                again.close()
+                manager.notify(memory_pb2.Notice.CODE_DRAINING, "")
+                assert not reader.ended
+
+    asyncio.run(run())
+    assert not [link for link in links_of(os.getpid()) if "pidfd" in link]
+
+
 def test_without_peer_pidfd_a_nonce_confirms_the_process(tmp_path: Path) -> None:
     """Where the kernel has no SO_PEERPIDFD, a session begins once the nonce comes back from the same process."""
 
     async def run() -> None:
-        driver = HostDriver([("SIM", "simulated", 1 << 20)], 1 << 20)
-        devices = [
-            DeviceRecord(d.uuid, d.name, SLAB_BYTES, d.total_bytes, d.total_bytes, is_host=d.uuid == HOST_UUID)
-            for d in driver.devices()
-        ]
-        manager = Manager(driver, devices, Options())
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(os.fspath(tmp_path / "handles.sock"))
-        listener.listen()
-        broker = Broker(manager, listener, lambda uid: f"user {uid}", use_peer_pidfd=False)
-        broker.start()
-        try:
+        async with _broker_here(tmp_path, use_peer_pidfd=False) as manager:
             await asyncio.to_thread(_challenge, tmp_path)
             assert len(manager.sessions) == 0
-        finally:
-            broker.close()
-            await manager.close()
 
     asyncio.run(run())
     assert not [link for link in links_of(os.getpid()) if "pidfd" in link]

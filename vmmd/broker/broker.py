@@ -12,6 +12,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -305,6 +306,7 @@ class Broker:
                 connection.pidfd,
             )
             connection.session = session
+            session.hang_up = partial(self._end, connection)
             welcome = broker_pb2.Welcome(epoch=self._manager.epoch, session_id=session.session_id, token=session.token)
             fds = [session.page.export()]
         else:

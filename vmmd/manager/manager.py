@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 from strata_api.v1 import memory_pb2, pages
@@ -100,6 +101,7 @@ class Manager:
         record = SessionRecord(self.ledger.new_id(), pid, uid, gid, domain, executable, time.monotonic())
         self.ledger.add_session(record)
         session = Session(record, secrets.token_hex(32), pidfd, page)
+        session.hang_up = partial(self.disconnect, session)
         self.sessions[session.session_id] = session
         self._by_token[session.token] = session
         log.info("session.connected", session=session.session_id, pid=pid, uid=uid, executable=executable)
@@ -298,7 +300,7 @@ class Manager:
             try:
                 batch_id = session.add_batch(self.ledger.new_id(), items)
             except Exhausted as error:
-                self.disconnect(session, error.message)
+                session.hang_up(error.message)
                 continue
             added = memory_pb2.SlabsAdded(range_id=record.range_id, batch_id=batch_id)
             session.send(memory_pb2.WatchEvent(epoch=self.epoch, slabs_added=added))

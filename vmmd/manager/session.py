@@ -1,5 +1,6 @@
 """A session: one client process and everything that is granted to it."""
 
+import asyncio
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,8 +13,8 @@ from vmmd.core.ledger import SessionRecord
 from vmmd.errors import Exhausted, InvalidRequest, NotFound
 from vmmd.manager.shared import HeatPage, SharedPage
 
-EVENTS_MAX = 100_000
-"""Unread watch events; a client that reads none is cut off beyond that."""
+EVENTS_MAX = 10_000
+"""Unread watch events: a client that lets more pile up is cut off, as it would miss what is taken from it."""
 
 BATCHES_MAX = 4096
 """Unacknowledged batches."""
@@ -54,6 +55,7 @@ class Session:
     events: deque[memory_pb2.WatchEvent] = field(default_factory=deque)
     watcher: Callable[[], None] | None = None  # wakes whoever streams the events
     revocations: set[int] = field(default_factory=set)  # not yet answered
+    hang_up: Callable[[str], None] = lambda why: None  # ends the session from this side, connection and all
     opening: int = 0
     ended: bool = False
 
@@ -113,11 +115,16 @@ class Session:
             raise NotFound(f"no files were lent under id {files_id}; send them to the broker first") from None
 
     def send(self, event: memory_pb2.WatchEvent) -> None:
-        """Queues an event of the watch stream."""
-        if not self.ended and len(self.events) < EVENTS_MAX:
-            self.events.append(event)
-            if self.watcher is not None:
-                self.watcher()
+        """Queues an event of the watch stream; cuts off a client that leaves too many unread, a moment later."""
+        if self.ended:
+            return
+        if len(self.events) >= EVENTS_MAX:
+            why = f"{EVENTS_MAX} events of its watch stream were left unread"
+            asyncio.get_running_loop().call_soon(self.hang_up, why)
+            return
+        self.events.append(event)
+        if self.watcher is not None:
+            self.watcher()
 
     def state(self) -> str:
         """One word for a person."""
