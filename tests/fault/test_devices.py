@@ -1,6 +1,10 @@
 """Devices that die, other programs that take the room, and memory that a client keeps."""
 
-from collections.abc import Iterator
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -10,6 +14,7 @@ from tests.helpers.peer import SmallModel, public_model
 from vmmd.core.ledger import SlabState
 from vmmd.driver.base import DeviceMemory, Slab
 from vmmd.errors import Exhausted, NoDevice
+from vmmd.manager import releases
 from vmmd.server import status
 
 
@@ -126,3 +131,51 @@ def test_memory_that_does_not_come_back_stays_charged_to_who_kept_it(model: Smal
             await host.close()
 
     run(scenario)
+
+
+_MAP = "import mmap, os, sys; kept = mmap.mmap(0, int(sys.argv[1]), prot=mmap.PROT_READ); os.close(0); os.read(3, 1)"
+_HOLD = "import os; os.read(3, 1)"
+
+
+@pytest.mark.parametrize("code", [_MAP, _HOLD])
+def test_who_holds_the_memory_of_a_dead_client_is_shown(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Memory that a client left to another process is quarantined under that process's pid until it lets go."""
+    monkeypatch.setattr(releases, "HELD_DEADLINE_S", 0.05)
+    monkeypatch.setattr(releases, "LOOK_S", 0.05)
+
+    async def scenario() -> None:
+        host = Host()
+        try:
+            granted = await host.manager.kv.grow(host.session, [(host.range(), 32)])
+            found, _, _ = host.manager.descriptors(host.session, granted.batch_id, 0, 250)
+            read_end, write_end = os.pipe()
+            child = subprocess.Popen(
+                [sys.executable, "-c", f"import os; os.dup2({read_end}, 3)\n{code}", str(SLAB_BYTES)],
+                stdin=found[0][1],
+                pass_fds=[read_end],
+            )
+            for fd in (read_end, *(fd for _, fd in found)):
+                os.close(fd)
+            host.manager.disconnect(host.session, "it died")
+
+            def quarantined() -> list[tuple[int, int]]:
+                host.manager.releases.lift_quarantine()
+                return [(q.bytes, q.pid) for part in status.parts(host.manager) for q in part.quarantines]
+
+            await _until(lambda: quarantined() == [(SLAB_BYTES, child.pid)])
+            os.close(write_end)
+            assert await asyncio.to_thread(child.wait, 20) == 0
+            await _until(lambda: not quarantined())
+            host.state()
+        finally:
+            await host.close()
+
+    run(scenario)
+
+
+async def _until(condition: Callable[[], object]) -> None:
+    for _ in range(5000):
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it did not happen")

@@ -69,6 +69,9 @@ class FaultyDriver:
     def held_elsewhere(self, slab: Slab) -> bool | None:
         return self.driver.held_elsewhere(slab)
 
+    def holders(self, slabs: Sequence[Slab]) -> list[int]:
+        return self.driver.holders(slabs)
+
     def fill(self, copies: Sequence[Copy]) -> None:
         self._count("fill")
         self.driver.fill(copies)

@@ -230,6 +230,25 @@ def test_held_by_a_mapping(platform: Platform) -> None:
         expect_held(platform, slab, False)
 
 
+def test_holders(platform: Platform) -> None:
+    """Where holders can be seen, it is the process that has the slab open or mapped, and nobody once it has let go."""
+    slab, other = platform.create(), platform.create()
+    knows = platform.driver.held_elsewhere(slab) is not None
+    assert platform.driver.holders([]) == []
+    assert platform.driver.holders([slab, other]) == [0, 0]
+    with platform.client() as client, platform.client() as second:
+        pids = [client.process.pid, second.process.pid] if knows else [0, 0]
+        platform.give(client, 0, slab)
+        fd = platform.driver.export(other, writable=False)
+        second.ask("hold", [fd])
+        os.close(fd)
+        assert platform.driver.holders([slab, other]) == pids
+        client.ask("unmap", index=0)
+        assert platform.driver.holders([other, slab]) == [pids[1], 0]
+    platform.driver.destroy(slab)
+    assert platform.driver.holders([slab]) == [0]
+
+
 def test_held_by_a_message_in_flight(platform: Platform) -> None:
     """A descriptor that nobody has received yet holds the slab too."""
     slab = platform.create()

@@ -187,3 +187,9 @@ def test_slots_of_a_slab() -> None:
     geometry.fit(made, 2304 * pages.SLOTS_PER_SLAB_MAX)
     with pytest.raises(InvalidRequest, match="more than 4194304 slots"):
         geometry.fit(made, 2304 * (pages.SLOTS_PER_SLAB_MAX + 1))
+
+
+def test_matrices_are_laid_out_as_on_the_wire() -> None:
+    """Offsets of many slots are those that `pages.slot_layout` gives one by one."""
+    sizes = np.array([[1, 256, 257], [4096, 5, 511], [700, 800, 900]])
+    assert geometry.matrix_offsets(sizes).tolist() == [list(pages.slot_layout(*row)[:3]) for row in sizes.tolist()]

@@ -87,6 +87,18 @@ def test_transitions(ledger: Ledger, name: str, state: SlabState) -> None:
     assert ledger.slabs_in("gpu", ends) == {slab_id}
 
 
+def test_holders_are_named(ledger: Ledger) -> None:
+    """Who holds a quarantined slab may turn out to be another process; once it is lifted nobody does."""
+    slab_id = in_state(ledger, SlabState.LEASED)
+    refuses(ledger, ledger.name_holder, slab_id, 5)
+    ledger.begin_revoke(slab_id, 1.0)
+    ledger.quarantine(slab_id, 1000, 2.0, 4)
+    ledger.name_holder(slab_id, 5)
+    assert (ledger.slabs[slab_id].holder, ledger.slabs[slab_id].holder_pid) == (1000, 5)
+    ledger.lift(slab_id, 3.0)
+    assert ledger.slabs[slab_id].holder_pid == 0
+
+
 def test_lease_refusals(ledger: Ledger) -> None:
     """A slab goes to an empty index within a range of its device and domain, and nowhere else."""
     first, second = (ledger.create("gpu", "alice", 0.0) for _ in range(2))

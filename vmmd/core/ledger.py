@@ -50,7 +50,7 @@ class SlabRecord:
     range_id: int | None = None
     index: int | None = None
     holder: int | None = None  # session charged for it while quarantined
-    holder_pid: int = 0  # of that session, which may have ended; 0: unknown
+    holder_pid: int = 0  # of that session, which may have ended, or of whom it is seen at; 0: unknown
     since_s: float = 0.0  # of the present state
     traded_s: float | None = None  # when it last left an arena for another range
 
@@ -241,6 +241,10 @@ class Ledger:
         slab = self._expect(slab_id, SlabState.QUARANTINED)
         slab.holder, slab.holder_pid = None, 0
         self._enter(slab, SlabState.FREE, now_s)
+
+    def name_holder(self, slab_id: int, pid: int) -> None:
+        """The process that really holds a QUARANTINED slab."""
+        self._expect(slab_id, SlabState.QUARANTINED).holder_pid = pid
 
     def _expect(self, slab_id: int, state: SlabState) -> SlabRecord:
         slab = self.slabs[slab_id]

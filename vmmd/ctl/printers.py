@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rich import box
@@ -96,6 +97,14 @@ def _notes(model: dict[str, Any]) -> Text:
     return Text(", ".join(notes), style="yellow")
 
 
+def _holder(quarantine: dict[str, Any]) -> str:
+    """Who holds it; a process that has ended left it to another, which nobody could see."""
+    pid = quarantine["pid"]
+    if not pid:
+        return "unknown"
+    return str(pid) if Path(f"/proc/{pid}").exists() else f"{pid} or a child of it"
+
+
 _DEVICES = (
     _Column("device", lambda d: _text(d["uuid"])),
     _Column("name", lambda d: _text(d["name"]), narrow="drop"),
@@ -137,7 +146,7 @@ _SESSIONS = (
 _QUARANTINES = (
     _Column("quarantined on", lambda q: _text(q["device_uuid"])),
     _size_of("bytes", "held"),
-    _Column("by pid", lambda q: str(q["pid"] or "unknown"), True),
+    _Column("by pid", _holder, True),
     _Column("for", lambda q: duration(q["age_s"]), True),
 )
 

@@ -8,8 +8,8 @@ Two sides, because two processes are involved:
   slab *i* of a range at byte offset ``i * slab_bytes``.
 
 Both raise `vmmd.errors.DriverError` for a failed call and undo what they had
-begun. All methods block; the daemon calls `fill`, `read` and `create` from worker
-threads, possibly several at once, everything else from one thread.
+begun. All methods block; the daemon calls `fill`, `read`, `create` and `holders` from
+worker threads, possibly several at once, everything else from one thread.
 
 Contract, tested on every driver by ``tests/unit/test_driver_contract.py``:
 
@@ -134,6 +134,12 @@ class Driver(Protocol):
         """Whether any other descriptor or mapping of the slab exists.
 
         None where the driver cannot tell; then the clients' word must do.
+        """
+
+    def holders(self, slabs: Sequence[Slab]) -> list[int]:
+        """The pid of another process that holds each slab, one of them; 0 where that cannot be seen.
+
+        Looks at every process of this host: milliseconds, for a worker thread.
         """
 
     def fill(self, copies: Sequence[Copy]) -> None:

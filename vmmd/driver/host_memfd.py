@@ -44,6 +44,7 @@ from vmmd.errors import DriverError, Exhausted, InvalidRequest, NotFound
 
 HOST_UUID = "HOST-RAM"
 
+_SLAB_NAME = "strata-slab"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MFD_NOEXEC_SEAL = 0x8  # Linux 6.3; vm.memfd_noexec=2 refuses memfds without it
 _MAP_FIXED = 0x10
@@ -195,6 +196,19 @@ class HostDriver:
             raise _driver_error("fcntl(F_SETLEASE)", error) from error
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return False
+
+    def holders(self, slabs: Sequence[Slab]) -> list[int]:
+        """By the descriptors and mappings of the processes that this one may look at."""
+        inodes: dict[int, int] = {}
+        for i, slab in enumerate(slabs):
+            with suppress(InvalidRequest):  # destroyed meanwhile
+                inodes[os.fstat(_fd(slab)).st_ino] = i
+        found = [0] * len(slabs)
+        for directory in Path("/proc").glob("[0-9]*"):
+            if int(directory.name) != os.getpid():
+                for inode in _memfds_of(directory) & inodes.keys():
+                    found[inodes[inode]] = int(directory.name)
+        return found
 
     def fill(self, copies: Sequence[Copy]) -> None:
         """Reads straight into temporary mappings, one per target slab and call.
@@ -361,11 +375,11 @@ class HostReservation:
 
 def _create_memfd(size_bytes: int) -> int:
     try:
-        first = os.memfd_create("strata-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL)
+        first = os.memfd_create(_SLAB_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        first = os.memfd_create("strata-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        first = os.memfd_create(_SLAB_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(first, size_bytes)
         os.posix_fallocate(first, 0, size_bytes)
@@ -485,6 +499,20 @@ def create_failed(error: OSError, size_bytes: int) -> Exhausted | DriverError:
             available_bytes,
         )
     return _driver_error("memfd_create", error)
+
+
+def _memfds_of(directory: Path) -> set[int]:
+    """Inodes of the slabs that a process of /proc has open or mapped; empty where it may not be looked at."""
+    inodes = set()
+    with suppress(OSError):
+        for entry in os.scandir(directory / "fd"):
+            with suppress(OSError):
+                if os.readlink(entry.path).startswith(f"/memfd:{_SLAB_NAME}"):
+                    inodes.add(os.stat(entry.path).st_ino)
+        for line in (directory / "maps").read_text().splitlines():
+            if f"/memfd:{_SLAB_NAME}" in line:
+                inodes.add(int(line.split()[4]))
+    return inodes
 
 
 def _first_line(path: str) -> str:

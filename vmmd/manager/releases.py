@@ -25,6 +25,9 @@ log = structlog.get_logger("vmmd.slabs")
 HELD_DEADLINE_S = 1.0
 """How long a slab that was given back, or whose client died, may still be held before it is quarantined."""
 
+LOOK_S = 2.0
+"""Between looks at all processes for who holds what has been quarantined."""
+
 
 class Releases:
     """Slabs on their way back.
@@ -38,6 +41,8 @@ class Releases:
         self._ledger = manager.ledger
         self._physical = manager.physical
         self._lingering: dict[int, set[int]] = {}  # by revocation: slabs that somebody may have mapped at an old place
+        self._looking: asyncio.Task[None] | None = None
+        self._look_again_s = 0.0
         self.tasks: set[asyncio.Task[None]] = set()
 
     # Asking for slabs
@@ -172,6 +177,28 @@ class Releases:
                     log.info("slab.released", slab=slab_id)
                 if phantom:
                     self._ledger.destroy(slab_id)
+        self._look_for_holders()
+
+    def _look_for_holders(self) -> None:
+        """Looks who has the slabs of sessions that have ended: a child, or whoever was sent a descriptor."""
+        quarantined = [i for d in self._ledger.devices for i in self._ledger.slabs_in(d, SlabState.QUARANTINED)]
+        sought = [i for i in quarantined if self._ledger.slabs[i].holder not in self._manager.sessions]
+        sought = [i for i in sought if i in self._physical]
+        if sought and not self._looking and time.monotonic() >= self._look_again_s:
+            self._looking = asyncio.create_task(self._name_holders(sought))
+
+    async def _name_holders(self, slab_ids: list[int]) -> None:
+        try:
+            slabs = [self._physical[i] for i in slab_ids]
+            loop = asyncio.get_running_loop()
+            pids = await loop.run_in_executor(self._manager.executor, self._manager.driver.holders, slabs)
+            for slab_id, pid in zip(slab_ids, pids, strict=True):
+                slab = self._ledger.slabs.get(slab_id)
+                if pid and slab is not None and slab.state is SlabState.QUARANTINED:
+                    self._ledger.name_holder(slab_id, pid)
+        finally:
+            self._looking = None
+            self._look_again_s = time.monotonic() + LOOK_S
 
     def _came_back(self) -> None:
         self._manager.slabs.tidy()

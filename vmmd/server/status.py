@@ -99,12 +99,12 @@ def _model(manager: Manager, model: Model) -> admin_pb2.ModelStatus:
 def _quarantines(manager: Manager, now: float) -> list[admin_pb2.QuarantineStatus]:
     """Quarantined memory by device and holder."""
     ledger = manager.ledger
-    found: dict[tuple[str, int], admin_pb2.QuarantineStatus] = {}
+    found: dict[tuple[str, int, int], admin_pb2.QuarantineStatus] = {}
     for device in ledger.devices.values():
         for slab in (ledger.slabs[i] for i in ledger.slabs_in(device.uuid, SlabState.QUARANTINED)):
             holder = slab.holder or 0
             row = found.setdefault(
-                (device.uuid, holder),
+                (device.uuid, holder, slab.holder_pid),
                 admin_pb2.QuarantineStatus(device_uuid=device.uuid, session_id=holder, pid=slab.holder_pid),
             )
             row.bytes += device.slab_bytes
