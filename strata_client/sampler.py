@@ -1,11 +1,12 @@
 """Chooses the next token from logits."""
 
 import math
+import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+from strata_kernels import reference
 
 from strata_client.models.base import F32, ModelError
 
@@ -22,7 +23,7 @@ class SamplerOptions:
         top_p: keeps the likeliest tokens that together reach this probability, at least one.
         min_p: keeps tokens at least this likely, relative to the likeliest.
         repeat_penalty: divides positive and multiplies negative logits of tokens seen before.
-        seed: of the random numbers; None takes a fresh one.
+        seed: of the random numbers, below 2^64; None takes a fresh one.
 
     Raises:
         ValueError: a value is out of range; the message names the flag and the range.
@@ -42,7 +43,7 @@ class SamplerOptions:
             ("--top-p", self.top_p, 0 <= self.top_p <= 1, "0 to 1"),
             ("--min-p", self.min_p, 0 <= self.min_p <= 1, "0 to 1"),
             ("--repeat-penalty", self.repeat_penalty, 0 < self.repeat_penalty < math.inf, "above 0"),
-            ("--seed", self.seed, self.seed is None or self.seed >= 0, "0 or more"),
+            ("--seed", self.seed, self.seed is None or 0 <= self.seed < 1 << 64, "0 to 2^64 - 1"),
         )
         for flag, value, good, allowed in ranges:
             if not good:
@@ -50,11 +51,12 @@ class SamplerOptions:
 
 
 class Sampler:
-    """Draws tokens; the same options with a seed draw the same tokens from the same logits."""
+    """Draws tokens; the same options with a seed draw the same tokens from the same logits, as those of a GPU do."""
 
     def __init__(self, options: SamplerOptions) -> None:
         self._options = options
-        self._random = np.random.default_rng(options.seed)
+        self._seed = secrets.randbits(64) if options.seed is None else options.seed
+        self._draws = 0
 
     def sample(self, logits: F32, seen: Collection[int] = ()) -> int:
         """The next token.
@@ -67,30 +69,17 @@ class Sampler:
             ModelError: a logit is NaN or +inf, or every one is -inf.
         """
         options = self._options
-        scores = logits.astype(np.float64)
-        if not scores.max() < math.inf or scores.max() == -math.inf:  # NaN is not below inf
+        token = reference.sample(
+            logits,
+            np.unique(np.fromiter(seen, dtype=np.int64)),
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            repeat_penalty=options.repeat_penalty,
+            uniform=reference.uniform(self._seed, self._draws),
+        )
+        if token is None:
             raise ModelError("the logits are not finite; the model file is damaged or needs more than float32")
-        if options.repeat_penalty != 1.0 and seen:
-            ids = np.unique(np.fromiter(seen, dtype=np.int64))
-            chosen = scores[ids]
-            scores[ids] = np.where(chosen > 0, chosen / options.repeat_penalty, chosen * options.repeat_penalty)
-        if options.temperature == 0 or options.top_k == 1:
-            return int(scores.argmax())  # the first, thus the lowest id, of equals
-        order = np.argsort(-scores, kind="stable")[: int(np.count_nonzero(scores > -math.inf))]
-        if options.top_k:
-            order = order[: options.top_k]
-        probabilities = _softmax(scores[order])
-        if options.top_p < 1:
-            before = np.cumsum(probabilities) - probabilities
-            order = order[: max(1, int(np.count_nonzero(before < options.top_p)))]
-        order = order[probabilities[: len(order)] >= options.min_p * probabilities[0]]
-        with np.errstate(over="ignore"):  # a tiny temperature: the others become impossible
-            probabilities = _softmax((scores[order] - scores[order[0]]) / options.temperature)
-        drawn = np.searchsorted(np.cumsum(probabilities), self._random.random(), side="right")
-        return int(order[min(int(drawn), len(order) - 1)])
-
-
-def _softmax(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Probabilities of scores whose first is the greatest."""
-    weights = np.exp(scores - scores[0])
-    return np.asarray(weights / weights.sum())
+        self._draws += 1
+        return token

@@ -99,6 +99,7 @@ def sample_blocks(n_tokens: int) -> int:
     return blocks
 
 
-def sample_workspace_bytes(blocks: int) -> int:
-    """The workspace of a grid of so many blocks: zero before the first launch, aligned to 16 bytes."""
-    return 16 + blocks * 40 + blocks * 64 * 8 + blocks * (SAMPLE_BLOCK_TOKENS // 32) * 8
+def sample_workspace_bytes(n_tokens: int, blocks: int | None = None) -> int:
+    """The workspace that it takes, on another grid than `sample_blocks` too: zeros before the first launch."""
+    n = sample_blocks(n_tokens) if blocks is None else blocks
+    return 16 + n * (40 + 64 * 8 + SAMPLE_BLOCK_TOKENS // 32 * 8)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from strata_kernels import reference
 
 from strata_client.models.base import ModelError
 from strata_client.sampler import Sampler, SamplerOptions
@@ -81,7 +82,7 @@ def test_repeat_penalty_counts_each_token_once() -> None:
         ("top_p", [-0.1, 1.5, float("nan")]),
         ("min_p", [-0.1, 2.0, float("nan")]),
         ("repeat_penalty", [0.0, -1.0, INF, float("nan")]),
-        ("seed", [-1]),
+        ("seed", [-1, 1 << 64]),
     ],
 )
 def test_values_out_of_range_name_the_flag(flag: str, values: list[float]) -> None:
@@ -97,3 +98,25 @@ def test_logits_must_be_finite(bad: list[float]) -> None:
     for options in (SamplerOptions(temperature=0), SamplerOptions()):
         with pytest.raises(ModelError, match="not finite"):
             Sampler(options).sample(np.array(bad, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("key", "counter", "words"),
+    [
+        (0, 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ((1 << 64) - 1, (1 << 128) - 1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (0x299F31D0A4093822, 0x0370734413198A2E85A308D3243F6A88, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_random_numbers_are_philox(key: int, counter: int, words: str) -> None:
+    """The generator gives the words that its authors published."""
+    assert reference.philox(key, counter) == tuple(int(word, 16) for word in words.split())
+
+
+def test_uniform_is_even() -> None:
+    """Random numbers fill [0, 1) evenly, and differ between draws and seeds."""
+    numbers = np.array([[reference.uniform(seed, draw) for draw in range(5000)] for seed in (0, 1 << 63)])
+    assert numbers.min() >= 0 and numbers.max() < 1 and np.unique(numbers).size == 10_000
+    counts = np.histogram(numbers, bins=20, range=(0, 1))[0]
+    assert np.sum((counts - 500) ** 2 / 500) < 43.8  # chi-square, 19 degrees of freedom, 0.1 %
+    assert abs(np.corrcoef(numbers)[0, 1]) < 0.05

@@ -4,7 +4,7 @@
 //   seen, stored for the next step and for the host, and the step is retired.
 // Must match: strata_kernels.reference.sample and .uniform: the same choice unless rounding decides it.
 // Shapes: `logits` float32 [n_tokens], -inf rules a token out; `seen` uint32, a bit a token; `ring` uint64 [RING_WORDS] and
-//   `retired` in registered host memory. `workspace`: strata_kernels.structs.sample_workspace_bytes(blocks) bytes, aligned to
+//   `retired` in registered host memory. `workspace`: strata_kernels.structs.sample_workspace_bytes(n_tokens) bytes, aligned to
 //   16, zero before the first launch; launches that share one must not overlap.
 // Result: ring[number % RING_WORDS] is the token, or all ones where a logit is NaN or inf or none is finite: then
 //   `step->token` and `seen` stay as they are.

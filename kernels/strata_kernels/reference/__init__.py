@@ -13,6 +13,7 @@ from strata_kernels.reference.matmul import matmul
 from strata_kernels.reference.rms_norm import rms_norm
 from strata_kernels.reference.rope import rope
 from strata_kernels.reference.router import router
+from strata_kernels.reference.sample import philox, sample, uniform
 from strata_kernels.reference.softmax import softmax
 from strata_kernels.reference.swiglu import swiglu
 
@@ -24,9 +25,12 @@ __all__ = [
     "expert_ffn",
     "kv_store",
     "matmul",
+    "philox",
     "rms_norm",
     "rope",
     "router",
+    "sample",
     "softmax",
     "swiglu",
+    "uniform",
 ]

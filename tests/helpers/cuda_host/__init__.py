@@ -104,18 +104,7 @@ class HostKernels:
         """
         options = [*_OPTIONS, *_CHECKS, *_WARNINGS, *_contraction(contracted)]
         options += [f"-D{macro}" for macro in types_macro(types)]
-        text = _preprocessed(source, tuple(options), _stamp(source))
-        names = tuple(dict.fromkeys(_KERNEL.findall(text)))
-        entries = "\n".join(
-            f'extern "C" __attribute__((visibility("default"))) int strata_{what}_{name}({parameters}) {{ '
-            f"return strata_host::Entry<&{name}>::{what}({arguments}); }}"
-            for name in names
-            for what, parameters, arguments in (
-                ("launch", "const strata_host::Shape* s, void** a, strata_host::Failure* f", "s, a, f"),
-                ("describe", "unsigned* s, int n", "s, n"),
-            )
-        )
-        return _build(f"{text}\n{entries}\n", tuple(options), names)
+        return _compiled(source, tuple(options), _stamp(source))
 
     def launch(
         self,
@@ -243,13 +232,25 @@ def _stamp(source: Path) -> tuple[tuple[str, int], ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _preprocessed(source: Path, options: tuple[str, ...], stamp: tuple[tuple[str, int], ...]) -> str:
+def _compiled(source: Path, options: tuple[str, ...], stamp: tuple[tuple[str, int], ...]) -> HostKernels:
+    """Preprocesses, finds the kernels, adds for each what launches it, compiles."""
     command = ["g++", *options, f"-I{HERE}", f"-I{source.parent}", f"-I{SOURCES}", "-include", "cuda_host.h"]
-    return _run([*command, "-E", "-x", "c++", str(source)])
+    text = _run([*command, "-E", "-x", "c++", str(source)])
+    names = tuple(dict.fromkeys(_KERNEL.findall(text)))
+    entries = "\n".join(
+        f'extern "C" __attribute__((visibility("default"))) int strata_{what}_{name}({parameters}) {{ '
+        f"return strata_host::Entry<&{name}>::{what}({arguments}); }}"
+        for name in names
+        for what, parameters, arguments in (
+            ("launch", "const strata_host::Shape* s, void** a, strata_host::Failure* f", "s, a, f"),
+            ("describe", "unsigned* s, int n", "s, n"),
+        )
+    )
+    return HostKernels(_built(f"{text}\n{entries}\n", options), names)
 
 
-@functools.lru_cache(maxsize=64)
-def _build(text: str, options: tuple[str, ...], names: tuple[str, ...]) -> HostKernels:
+def _built(text: str, options: tuple[str, ...]) -> Path:
+    """The library of a preprocessed source, compiled where it was not kept."""
     directory = _cache()
     key = hashlib.sha256("\0".join((text, *options, _compiler_version())).encode()).hexdigest()[:32]
     path = directory / f"{key}.so"
@@ -261,7 +262,7 @@ def _build(text: str, options: tuple[str, ...], names: tuple[str, ...]) -> HostK
                 source.write_text(text)
                 _run(["g++", *options, str(source), "-o", f"{work}/kernels.so"])
                 os.replace(f"{work}/kernels.so", path)
-    return HostKernels(path, names)
+    return path
 
 
 @functools.cache
