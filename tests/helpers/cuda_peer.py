@@ -405,7 +405,7 @@ class CudaClient(Client):
         return {
             "began": began,
             "ended": ended,
-            "homes": spent.get(memory._homes.range_id, 0.0),
+            "homes": spent.get(memory.homes.range_id, 0.0),
             "arena": sum(spent.get(range_.range_id, 0.0) for range_ in memory.arena),
         }
 

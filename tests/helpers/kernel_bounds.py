@@ -11,7 +11,7 @@ BOUNDS = {
     "matmul": 5e-5,
     "gate_up": 1e-4,
     "down": 1e-4,
-    "matmul_prompt": 5e-4,
+    "matmul_prompt": 8e-4,
     "gate_up_prompt": 7e-4,
     "down_prompt": 8e-4,
     "rms_norm_prompt": 4e-4,

@@ -100,7 +100,7 @@ def test_damage_by_a_member_of_the_domain_is_found(
         assert (in_slot.tier, in_home.tier) == (pages.TIER_DEVICE, pages.TIER_HOST)
         slot_at, home_at = in_slot.slot * SLOT_BYTES + 2 * MATRIX_BYTES + 7, in_home.slot * SLOT_BYTES
         os.pwrite(kept[memory.arena[0]._reservation, in_slot.slab], b"\xff\xff", slot_at)
-        os.pwrite(kept[memory._homes._reservation, in_home.slab], b"\xff", home_at)
+        os.pwrite(kept[memory.homes._reservation, in_home.slab], b"\xff", home_at)
         code, found = _verify(daemon, "model")
         assert (code, found["mismatched"]) == (1, 2)
         slot, home = found["mismatches"]

@@ -99,10 +99,10 @@ __device__ __forceinline__ uint32_t high_nibbles(uint32_t word) { return word >>
 __device__ __forceinline__ uint32_t fifth_bits(uint32_t bits) { return (bits & 15u) * 0x02040810u & 0x10101010u; }
 
 // Four magnitudes of 1 .. 127, those negated whose bit of the low four of `signs` is set. A product as above takes the
-// bits to the tops of the bytes, and the permute fills each byte with its top bit: -m is ~m + 1, and does not carry.
+// bits to the bytes; a byte of ones less than the next power is all ones; -m is ~m + 1, and does not carry.
 __device__ __forceinline__ uint32_t with_signs(uint32_t magnitudes, uint32_t signs) {
-  const uint32_t negative = __byte_perm((signs & 15u) * 0x10204080u, 0u, 0xBA98u);
-  return (magnitudes ^ negative) + (negative & 0x01010101u);
+  const uint32_t ones = (signs & 15u) * 0x10204080u >> 7 & 0x01010101u;
+  return (magnitudes ^ ((ones << 8) - ones)) + ones;
 }
 
 // A table of 16 bytes in four words, looked up in registers.

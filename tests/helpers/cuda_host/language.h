@@ -142,16 +142,14 @@ inline unsigned __funnelshift_r(unsigned lo, unsigned hi, unsigned shift) {
   return static_cast<unsigned>((static_cast<uint64_t>(hi) << 32 | lo) >> (shift & 31u));
 }
 
-// Each of the low four nibbles of `selector` picks one of the eight bytes of `low` and `high`; its fourth bit asks for
-// copies of that byte's top bit instead.
+// Each of the low four nibbles of `selector` picks one of the eight bytes of `low` and `high` by its low three bits: the
+// instruction's copies of a top bit cannot be asked for here.
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
   unsigned result = 0;
   for (int i = 0; i < 4; ++i) {
-    const unsigned pick = selector >> (4 * i) & 15u;
-    unsigned byte = static_cast<unsigned>(bytes >> (8 * (pick & 7u))) & 255u;
-    if (pick & 8u) byte = byte & 128u ? 255u : 0u;
-    result |= byte << (8 * i);
+    const unsigned pick = selector >> (4 * i) & 7u;
+    result |= (static_cast<unsigned>(bytes >> (8 * pick)) & 255u) << (8 * i);
   }
   return result;
 }
