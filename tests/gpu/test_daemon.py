@@ -1,5 +1,6 @@
 """A vmmd with the CUDA driver, and clients that map what it lends: on GPUs, and on a stand-in where there is none."""
 
+import functools
 import os
 import signal
 import time
@@ -11,8 +12,11 @@ import pytest
 
 from tests.helpers.cuda_peer import GIB, MIB, LargeModel, Machine
 from tests.helpers.daemon import client, wait_until
-from tests.helpers.peer import Admin, Remote
+from tests.helpers.doomed import Doomed
+from tests.helpers.peer import Admin, Remote, SmallModel, public_model
 from tests.helpers.require_gpu import require_gpu
+from vmmd.driver.cuda_calls import CONTEXT_IS_DEAD
+from vmmd.driver.host_memfd import HOST_UUID
 from vmmd.errors import DriverError, Exhausted
 
 OTHER_UID = 12345
@@ -426,3 +430,67 @@ def test_refused_opening_leaves_nothing(machine: Machine, model: LargeModel) -> 
         wait_until(lambda: not admin.device().experts_bytes + admin.device().weights_bytes, 10)
         one.ask("create")
         one.ask("time_growth", 2)
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[SmallModel]:
+    """A model that fills a slab or so."""
+    with public_model() as made:
+        yield made
+
+
+def doomed(machine: Machine) -> Remote:
+    """A process of its own with the daemon's driver, whose contexts can be killed."""
+    return Remote(Path(), kind=functools.partial(Doomed, fake=machine.fake))
+
+
+def test_dead_context_is_its_devices_alone(machine: Machine, small: SmallModel) -> None:
+    """A GPU whose context died is failed, by name, whatever is asked of it; a new process has it back at once."""
+    path = os.fspath(small.path)
+    with doomed(machine) as process:
+        process.ask("use", 0, path)
+        assert process.ask("failed") == []
+        assert process.ask("kill_context", 0) == "CUDA_ERROR_ILLEGAL_ADDRESS"
+        with pytest.raises(DriverError, match=r"is dead.*restart vmmd") as caught:
+            process.ask("use", 0, path)
+        assert caught.value.name in CONTEXT_IS_DEAD and machine.uuids[0] in caught.value.message
+        assert process.ask("failed") == [0]
+        print(f"first noticed by {caught.value.call}: {caught.value.name}")
+        with doomed(machine) as after:
+            after.ask("use", 0, path)
+            assert after.ask("failed") == []
+        assert process.ask("close") == [machine.uuids[0]]
+
+
+def test_other_gpu_outlives_a_dead_context(machine: Machine, small: SmallModel) -> None:
+    """Where one GPU's context has died, the same process goes on with the other: slabs, fills and memory."""
+    if len(machine.uuids) < 2:
+        pytest.skip("this host has one GPU; the test needs two")
+    path = os.fspath(small.path)
+    with doomed(machine) as process:
+        for device in (0, 1):
+            process.ask("use", device, path)
+        assert process.ask("kill_context", 0) == "CUDA_ERROR_ILLEGAL_ADDRESS"
+        with pytest.raises(DriverError, match=machine.uuids[0]):
+            process.ask("use", 0, path)
+        for _ in range(3):
+            process.ask("use", 1, path)
+            assert process.ask("memory", 1) > 0
+        assert process.ask("failed") == [0]
+        process.ask("close")
+
+
+def test_sessions_are_told_of_a_dead_context(machine: Machine, small: SmallModel) -> None:
+    """A daemon whose GPU died tells its sessions, refuses that GPU with the reason, and serves the others."""
+    with doomed(machine) as process:
+        seen = process.ask("run_manager", small)
+    print(seen)
+    first = machine.uuids[0]
+    assert seen["kernel"] == "CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert any(f"{first} has failed" in notice for notice in seen["notices"])
+    assert seen["states"] == {uuid: "failed" if uuid == first else "ok" for uuid in (*machine.uuids, HOST_UUID)}
+    assert f"{first} has failed" in seen["growth"]
+    assert f"{first} has failed" in seen["opening"]
+    assert seen["stale"]
+    if len(machine.uuids) > 1:
+        assert seen["on the other"] == (small.n, small.n, 0)

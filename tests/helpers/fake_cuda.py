@@ -123,6 +123,7 @@ class FakeCuda:
         self.streams: set[int] = set()
         self.events: set[int] = set()
         self.contexts: Counter[int] = Counter()
+        self.dead: set[int] = set()  # contexts in which every call fails
         self._current = threading.local()
         self._lock = threading.RLock()
         self._next = 1
@@ -183,6 +184,8 @@ class FakeCuda:
 
     def _counted(self, name: str, function: Any) -> Any:
         def counted(*args: Any) -> tuple[Any, ...]:
+            if self.dead.intersection(self._stack()[-1:]) and not name.startswith("cuCtx"):
+                return (CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
             with self._lock:
                 self.calls[name] += 1
                 n, code = self._fails.get(name, (sys.maxsize, CUresult.CUDA_SUCCESS))

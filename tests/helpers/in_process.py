@@ -33,9 +33,21 @@ class Host:
     ) -> None:
         devices = [(f"SIM-{i}", "simulated", device_slabs * SLAB_BYTES) for i in range(n_devices)]
         self.inner = HostDriver(devices, homes_slabs * SLAB_BYTES)
-        self.driver = wrap(self.inner)
+        self._compose(wrap(self.inner), SLAB_BYTES, 1 << 62)
+
+    @classmethod
+    def over(cls, driver: FaultyDriver, slab_bytes: int, slabs: int) -> "Host":
+        """The same over another driver, of each of whose devices it takes so many slabs at most."""
+        made = cls.__new__(cls)
+        made._compose(driver, slab_bytes, slabs * slab_bytes)
+        return made
+
+    def _compose(self, driver: FaultyDriver, slab_bytes: int, cap_bytes: int) -> None:
+        self.driver = driver
         records = [
-            DeviceRecord(d.uuid, d.name, SLAB_BYTES, d.total_bytes, d.total_bytes, is_host=d.uuid == HOST_UUID)
+            DeviceRecord(
+                d.uuid, d.name, slab_bytes, d.total_bytes, min(d.total_bytes, cap_bytes), is_host=d.uuid == HOST_UUID
+            )
             for d in self.driver.devices()
         ]
         self.manager = Manager(
@@ -82,8 +94,8 @@ class Host:
         await asyncio.shield(opened.ready)
         return opened
 
-    def range(self, session: Session | None = None) -> int:
-        return self.manager.kv.create(session or self.session, "", 0, 16, 16 * 1000).range_id
+    def range(self, session: Session | None = None, device: str = "") -> int:
+        return self.manager.kv.create(session or self.session, device, 0, 16, 16 * 1000).range_id
 
     def fetch(self, batch_id: int, session: Session | None = None) -> int:
         found, _, _ = self.manager.descriptors(session or self.session, batch_id, 0, 250)

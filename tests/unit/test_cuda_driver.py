@@ -1,5 +1,6 @@
 """What is CUDA's own in the driver, on a stand-in: undo at every call, access, dead contexts, old bytes, memfds."""
 
+import gc
 import os
 import random
 import sys
@@ -45,6 +46,7 @@ class Stand:
 @pytest.fixture
 def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     """Two GPUs that do not exist; whatever happens, no context stays current and no descriptor open."""
+    gc.collect()  # what processes of other tests had open here
     before = descriptors()
     stand = Stand(monkeypatch)
     yield stand
@@ -493,6 +495,28 @@ def test_dead_context_is_named(stand: Stand, file: int) -> None:
     fake.fail_at("cuCtxPushCurrent", 1, "CUDA_ERROR_ILLEGAL_ADDRESS")
     driver.destroy(slab)
     fake.heal()
+    driver.close()
+
+
+@pytest.mark.parametrize("host_slabs", ["auto", "memfd"])
+@pytest.mark.parametrize("dead", [0, 1])
+def test_host_memory_outlives_a_gpu(stand: Stand, file: int, host_slabs: str, dead: int) -> None:
+    """Where one GPU's context has died, host slabs are made, filled and read through the other."""
+    fake = stand.fake
+    driver = make_driver(host_slabs=host_slabs)
+    lost, kept = (driver.create(uuid, PAGE_BYTES) for uuid in ((FIRST, SECOND) if dead == 0 else (SECOND, FIRST)))
+    before = [driver.create(HOST_UUID, PAGE_BYTES) for _ in range(2)]
+    driver.fill([Copy(slab, 0, 4096, FileSource(file, 0)) for slab in (*before, kept)])
+    fake.dead.add(dead)
+    with pytest.raises(DriverError, match="is dead"):
+        driver.fill([Copy(lost, 0, 4096, FileSource(file, 0))])
+    homes = [*before, *(driver.create(HOST_UUID, PAGE_BYTES) for _ in range(2))]
+    driver.fill([Copy(slab, 0, 4096, FileSource(file, 9)) for slab in homes])
+    driver.fill([Copy(kept, 0, 4096, SlabSource(slab, 1)) for slab in homes])
+    assert driver.read(homes[-1], 0, 4096) == os.pread(file, 4096, 9)
+    assert driver.read(kept, 0, 4095) == os.pread(file, 4095, 10)
+    assert driver.failed_devices() == [(FIRST, SECOND)[dead]]
+    fake.dead.clear()
     driver.close()
 
 

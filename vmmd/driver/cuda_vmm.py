@@ -98,7 +98,7 @@ class CudaDriver:
         self._live: set[_Allocation] = set()
         self._failed: set[str] = set()
         self._host_bytes = 0
-        self._hosts = itertools.cycle({gpu.numa_node: gpu for gpu in gpus}.values())
+        self._nodes = itertools.cycle({gpu.numa_node for gpu in gpus})
         self._to_clear: frozenset[str] = frozenset()
         self._memfds: HostDriver | None = None
         self._contexts: dict[str, Any] = {}
@@ -280,7 +280,8 @@ class CudaDriver:
 
     def _allocate_host(self, size_bytes: int) -> _Allocation:
         with self._lock:
-            gpu = next(self._hosts)
+            node = next(self._nodes)
+        gpu = self._living(next(gpu for gpu in self._gpus.values() if gpu.numa_node == node))
         readers = [other.ordinal for other in self._gpus.values()]
         allocation = _Allocation(gpu, True, size_bytes, cuda_calls.access(self._cu, readers))
         try:
@@ -299,7 +300,7 @@ class CudaDriver:
 
     def _allocate_memfd(self, size_bytes: int) -> _Allocation:
         assert self._memfds is not None
-        gpu = next(iter(self._gpus.values()))
+        gpu = self._living(next(iter(self._gpus.values())))
         return _Allocation(gpu, True, size_bytes, [], memfd=self._memfds.create(HOST_UUID, size_bytes))
 
     def _allocate(self, allocation: _Allocation, prop: Any) -> None:
@@ -356,7 +357,8 @@ class CudaDriver:
             if not allocation.address:
                 map_ = self._map_memfd if allocation.memfd is not None else self._map
                 map_(allocation)
-            return Place(allocation.address, allocation.gpu, allocation.on_host)
+            gpu = self._living(allocation.gpu) if allocation.on_host else allocation.gpu
+            return Place(allocation.address, gpu, allocation.on_host)
 
     def _map(self, allocation: _Allocation) -> None:
         cu, size_bytes = self._cu, allocation.size_bytes
@@ -395,6 +397,13 @@ class CudaDriver:
         return None
 
     # Small things
+
+    def _living(self, gpu: Gpu) -> Gpu:
+        """For host memory, which every GPU reaches: this one, or another where its context has died."""
+        with self._lock:
+            living = [other for other in self._gpus.values() if other.uuid not in self._failed]
+        near = [other for other in living if other.numa_node == gpu.numa_node]
+        return gpu if gpu in living else next(iter([*near, *living]), gpu)
 
     @contextmanager
     def _on(self, gpu: Gpu) -> Iterator[None]:
