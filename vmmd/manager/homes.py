@@ -14,6 +14,7 @@ has much to do.
 """
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -67,6 +68,8 @@ class Homes:
         self._made: asyncio.Queue[_Group | None] = asyncio.Queue(GROUPS_WAITING_MAX)
         self._filled: asyncio.Queue[_Group | None] = asyncio.Queue(GROUPS_WAITING_MAX)
         self._ended = False
+        self._began_s = time.monotonic()
+        self._done_s: dict[str, float] = {}
         self._look_at_needed()
 
     async def run(self) -> None:
@@ -87,6 +90,10 @@ class Homes:
         if failure is not None:
             arena.home[~arena.home_ready] = NOWHERE
             self._give_up(failure)
+        elif not self._model.closed:
+            self._take_time("published_s")
+            ready = int(arena.home_ready.sum())
+            log.info("homes.filled", model=self._model.model_id, homes=ready, **self._done_s)
 
     async def _make(self) -> None:
         """Stage 1. Errors: `VmmError`; what was made before is passed on."""
@@ -94,7 +101,9 @@ class Homes:
             for experts in self._groups():
                 if self._ended:
                     return
-                await self._made.put(_Group(experts, await self._provide(experts)))
+                group = _Group(experts, await self._provide(experts))
+                self._take_time("made_s")
+                await self._made.put(group)
         finally:
             await self._made.put(None)
 
@@ -103,6 +112,7 @@ class Homes:
         await self.slots_are_filled.wait()
         while (group := await self._made.get()) is not None:
             await filling.fill(self._model, filling.homes(self._model, group.experts))
+            self._take_time("filled_s")
             await self._filled.put(group)
 
     async def _publish(self) -> None:
@@ -149,6 +159,10 @@ class Homes:
             manager.releases.take_back([p.slab_id for p in granted.placed], 0)
             raise Unavailable(f"model {model.name!r} is being dropped")
         return manager.grant_added(model, model.homes, granted.placed) if model.ready.done() else []
+
+    def _take_time(self, stage: str) -> None:
+        """When a stage was last done with a group, for the log."""
+        self._done_s[stage] = round(time.monotonic() - self._began_s, 3)
 
     def _look_at_needed(self) -> None:
         if not self.needed_are_ready.done() and self._model.arena.home_ready[self._needed].all():

@@ -5,6 +5,7 @@ device are filled behind the client's first tokens (`vmmd.manager.homes`).
 """
 
 import asyncio
+import time
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -37,9 +38,11 @@ async def run(manager: "Manager", model: Model) -> None:
     """Fills a new model and resolves `model.ready`; on an error it is given up whole."""
     geometry = model.arena.geometry
     homes: Homes | None = None
+    began = time.monotonic()
     try:
         await _provide(manager, model)
         experts, places = _place(model)
+        provided_s = time.monotonic() - began
         needed = model.arena.home[:, 0] != NOWHERE
         needed[experts] = False
         places_bytes = int(geometry.size_bytes[experts].sum() + geometry.size_bytes[needed].sum())
@@ -49,8 +52,17 @@ async def run(manager: "Manager", model: Model) -> None:
         await filling.fill(model, chain(filling.weights(model), filling.unpublished_slots(model, experts, places)))
         filling.publish_slots(model, experts, places)
         homes.slots_are_filled.set()
+        slots_s = time.monotonic() - began
         await asyncio.shield(homes.needed_are_ready)
-        log.info("model.filled", model=model.model_id, name=model.name, bytes=model.total_bytes)
+        log.info(
+            "model.filled",
+            model=model.model_id,
+            name=model.name,
+            bytes=model.total_bytes,
+            provided_s=round(provided_s, 3),  # each is counted from the beginning
+            slots_s=round(slots_s, 3),
+            ready_s=round(time.monotonic() - began, 3),
+        )
         model.ready.set_result(None)
     except Exception as error:
         known = error if isinstance(error, VmmError) else Unavailable(f"filling model {model.name!r} failed: {error}")
