@@ -5,6 +5,7 @@ stand-in with small sizes, to try the bench itself; its figures mean nothing.
 """
 
 import functools
+import json
 import os
 import statistics
 import time
@@ -37,7 +38,8 @@ FREE_SLABS = 12
 CONFIG = """
 give_back_delay_s = 0
 heat_interval_s = 0.25
-log_level = "warning"
+log_level = "{}"
+log_format = "json"
 host_cap_bytes = {}
 cap_bytes = {}
 """
@@ -84,10 +86,11 @@ class Bench:
         """Of the model."""
         return self.model.n * self.model.slot_bytes
 
-    def config(self, *, homes: bool, slabs: int) -> str:
+    def config(self, *, homes: bool, slabs: int, log_level: str = "warning") -> str:
         """The daemon's configuration: at most so many slabs of the GPU, and homes for all experts or next to none."""
         host_slabs = self.model.slabs(self.machine.slab_bytes) + 1 if homes else 1
-        return CONFIG.format(max(host_slabs * self.machine.slab_bytes, 64 * MIB), slabs * self.machine.slab_bytes)
+        host_bytes = max(host_slabs * self.machine.slab_bytes, 64 * MIB)
+        return CONFIG.format(log_level, host_bytes, slabs * self.machine.slab_bytes)
 
     def for_16_gib(self, seconds: float) -> float:
         """A fill's duration, had the experts been 16 GiB."""
@@ -104,7 +107,7 @@ class Bench:
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """The machine with the model's file in the page cache."""
     if os.environ.get("STRATA_FAKE_CUDA"):
-        machine, sizes, device = Machine.stand_in(tmp_path_factory.mktemp("others"), gpus=1), REHEARSAL, "rehearsal"
+        machine, sizes, device = Machine.stand_in(tmp_path_factory.mktemp("others"), gpus=2), REHEARSAL, "rehearsal"
     else:
         require_gpu()
         machine, sizes = Machine.real(), FULL
@@ -143,6 +146,17 @@ def wait_until_resident(admin: Admin, n: int) -> None:
     wait_until(lambda: admin.status().models[0].resident == n, 60)
 
 
+def logged(daemon: Daemon, event: str, timeout_s: float = 10) -> list[dict[str, Any]]:
+    """The lines of one kind in the daemon's log, one at least."""
+
+    def lines() -> list[dict[str, Any]]:
+        found = [json.loads(line) for line in daemon.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in found if line.get("event") == event]
+
+    wait_until(lambda: bool(lines()), timeout_s)
+    return lines()
+
+
 def percentile(values: Sequence[float], q: float) -> float:
     """Of a series, linear between its values."""
     return float(np.percentile(values, q))
@@ -152,7 +166,7 @@ def test_fill_without_homes_and_rest(bench: Bench) -> None:
     """Slots alone from a cached file, a kernel beside that, a kill during it; then 100 GiB of slabs at rest."""
     rest_slabs = bench.sizes.rest_bytes // bench.machine.slab_bytes
     kernel_slabs = bench.sizes.refill_slabs
-    lines = bench.config(homes=False, slabs=bench.all_slabs + rest_slabs + kernel_slabs)
+    lines = bench.config(homes=False, slabs=bench.all_slabs + rest_slabs + kernel_slabs, log_level="info")
     parts = [bench.model._replace(n_layers=bench.model.n_layers - i) for i in range(4)]  # other geometries: filled anew
     rows, idle = [], []
     with ExitStack() as stack:
@@ -163,7 +177,7 @@ def test_fill_without_homes_and_rest(bench: Bench) -> None:
         reader.ask("create")
         reader.ask("time_growth", kernel_slabs)
 
-        fills, losses, alone = [], [], 0.0
+        fills, maps, losses, alone = [], [], [], 0.0
         if bench.is_real:
             alone = median_rate(reader.ask("read_rates", 1.0), 0, float("inf"))
         for i, part in enumerate(parts[:3]):
@@ -176,6 +190,7 @@ def test_fill_without_homes_and_rest(bench: Bench) -> None:
                     losses.append(100 * (1 - median_rate(reader.answer(), spent["began"], spent["ended"]) / alone))
                 else:
                     fills.append((spent["ended"] - spent["began"]) * bench.model.n / part.n)
+                    maps.append(spent["arena"])
         kept = admin.device().kv_bytes
         killed = bench.machine.client(daemon)
         killed.ask("create")
@@ -191,6 +206,16 @@ def test_fill_without_homes_and_rest(bench: Bench) -> None:
         rows += [
             Row("16 GiB of experts into slots, no homes", bench.for_16_gib(min(fills)), "s", "lower", 0.7, 0.31),
             Row("the same, first time", bench.for_16_gib(fills[0]), "s", "lower"),
+            *(
+                Row(f"of 18 GiB, in the daemon until {what}, opening {i + 1}", line[key], "s", "lower")
+                for i, line in enumerate(logged(daemon, "model.filled")[:2])
+                for key, what in (
+                    ("provided_s", "slabs are made"),
+                    ("slots_s", "slots are filled"),
+                    ("ready_s", "ready"),
+                )
+            ),
+            Row("in the client: importing and mapping the arena", min(maps), "s", "lower"),
             *(Row("a kernel's loss meanwhile", loss, "%", "lower", target=10, limit=7) for loss in losses),
             Row("SIGKILL while it opens a model until its slabs are free", kill_ms, "ms", "lower", target=100),
         ]
@@ -220,17 +245,87 @@ def test_fill_with_homes(bench: Bench) -> None:
     rows = []
     for name in ("first", "again"):  # at first a virtual machine's memory still has to grow
         with ExitStack() as stack:
-            daemon = stack.enter_context(bench.machine.daemon(bench.config(homes=True, slabs=bench.all_slabs)))
+            lines = bench.config(homes=True, slabs=bench.all_slabs, log_level="info")
+            daemon = stack.enter_context(bench.machine.daemon(lines))
             client = stack.enter_context(bench.machine.client(daemon))
             opened = client.ask("time_open", bench.model)
             homes_s = client.ask("wait_for_homes", 120) - opened["began"]
+            (filled,), (stages,) = logged(daemon, "model.filled"), logged(daemon, "homes.filled")
             target = 4 if name == "again" else None
             opened_s = opened["ended"] - opened["began"]
             rows += [
                 Row(f"{name}: 16 GiB of experts until steps can start", bench.for_16_gib(opened_s), "s", "lower"),
                 Row(f"{name}: until every home is filled", bench.for_16_gib(homes_s), "s", "lower", target=target),
+                *(
+                    Row(f"{name}: of 18 GiB, in the daemon until {what}", value, "s", "lower")
+                    for what, value in (
+                        ("slabs are made", filled["provided_s"]),
+                        ("slots are filled", filled["slots_s"]),
+                        ("host slabs are made", filled["provided_s"] + stages["made_s"]),
+                        ("homes are filled", filled["provided_s"] + stages["filled_s"]),
+                        ("homes are published", filled["provided_s"] + stages["published_s"]),
+                    )
+                ),
+                Row(f"{name}: in the client, importing and mapping the arena", opened["arena"], "s", "lower"),
             ]
     bench.write("cuda-daemon-fill-homes", rows)
+
+
+@pytest.mark.parametrize("peer_access", ["auto", "never"])
+def test_second_gpu(bench: Bench, peer_access: str) -> None:
+    """Arena, homes and K/V of the second GPU, while the first one is current in the client; with a path and without."""
+    machine, slabs = bench.machine, bench.sizes.refill_slabs
+    if len(machine.uuids) < 2:
+        pytest.skip("this host has one GPU; the bench needs two")
+    lines = bench.config(homes=True, slabs=bench.all_slabs + FREE_SLABS) + f'peer_access = "{peer_access}"\n'
+    by_slots, moves, by_free, rates, rows = [], [], [], [], []
+    with machine.daemon(lines) as daemon, machine.client(daemon) as client, Admin(daemon.directory) as admin:
+        client.ask("make_current", 0)
+        opened = client.ask("time_open", bench.model, [machine.uuids[1]])
+        homes_s = client.ask("wait_for_homes", 120) - opened["began"]
+        for _ in range(2):
+            client.ask("create", device=1)
+        assert client.ask("time_growth", FREE_SLABS, at=1)[1] == 0
+        for turn in range(bench.sizes.growths // 3 + 1):
+            client.ask("route", 2000 + turn, 200)
+            took_s, traded, moved = client.ask("time_growth", GROWTH_SLABS)
+            assert traded == GROWTH_SLABS
+            if turn:  # the first finds everything cold
+                by_slots.append(took_s * 1e3)
+                moves.append(moved)
+            client.ask("shrink", 0)
+            wait_until_resident(admin, bench.model.n)
+        for turn in range(3):
+            client.ask("route", turn, 200)
+            assert client.ask("time_growth", slabs)[1] == slabs
+            seen = client.ask("time_give_back", 0)
+            rates.append(seen["experts"] * bench.model.slot_bytes / (seen["last"] - seen["first"]) / 1e9)
+        left = FREE_SLABS - GROWTH_SLABS
+        client.ask("shrink", left, at=1)
+        for _ in range(bench.sizes.growths // 3):
+            wait_until(lambda: admin.device(1).kv_bytes == left * machine.slab_bytes, 10)
+            took_s, traded, _ = client.ask("time_growth", GROWTH_SLABS)
+            assert traded == 0
+            by_free.append(took_s * 1e3)
+            client.ask("shrink", 0)
+        first, second = admin.status().devices[:2]
+        assert first.kv_bytes + first.experts_bytes + first.weights_bytes == 0
+        assert second.experts_bytes > 0
+        assert client.ask("count_reads", 0.5)[2] == []
+        if bench.is_real and peer_access == "auto":
+            rate = median_rate(client.ask("read_rates", 1.0, at=1), 0, float("inf"))
+            rows.append(Row("a kernel of the first GPU reads the second's K/V", rate, "GB/s", "higher", limit=374))
+    seconds = opened["ended"] - opened["began"]
+    rows += [
+        Row("16 GiB of experts into the second GPU's slots", bench.for_16_gib(seconds), "s", "lower", limit=0.31),
+        Row("the same, until every home is filled", bench.for_16_gib(homes_s), "s", "lower"),
+        Row("K/V there grows by 6 slabs of its arena, p50", percentile(by_slots, 50), "ms", "lower", target=10),
+        Row("the same, p99", percentile(by_slots, 99), "ms", "lower", target=25),
+        Row("experts moved for it, p50", percentile(moves, 50), "", "lower"),
+        Row("K/V there grows by 6 free slabs, p50", percentile(by_free, 50), "ms", "lower", target=3),
+        Row("refill of 4 GiB of its slots, median of 3", percentile(rates, 50), "GB/s", "higher", 47, 55),
+    ]
+    bench.write(f"cuda-daemon-second-gpu-peer-{peer_access}", rows)
 
 
 class Bare:
