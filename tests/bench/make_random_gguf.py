@@ -284,10 +284,10 @@ class Contents:
 
     def _from_pool(self, tensor: Plan, std: float) -> Iterator[Bytes]:
         pool, block_bytes = self._pool(tensor.type, std), GGML_QUANT_SIZES[tensor.type][1]
-        is_experts = len(tensor.dims) == 3
-        unit = tensor.size_bytes // tensor.dims[2] if is_experts else PIECE_BYTES // block_bytes * block_bytes
-        for start in range(0, tensor.size_bytes, unit):
-            left = min(unit, tensor.size_bytes - start)
+        is_experts, size_bytes = len(tensor.dims) == 3, tensor.size_bytes
+        unit = size_bytes // tensor.dims[2] if is_experts else PIECE_BYTES // block_bytes * block_bytes
+        for start in range(0, size_bytes, unit):
+            left = min(unit, size_bytes - start)
             while left:
                 at = int(self._rng.integers(len(pool) // block_bytes)) * block_bytes
                 piece = pool[at : at + left]
