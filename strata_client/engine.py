@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from strata_client.models.gguf_file import ModelFile
 from strata_client.models.qwen3moe import Qwen3Moe
 from strata_client.output import Signals
 from strata_client.sampler import Sampler, SamplerOptions
-from strata_client.session import OpenedModel, Session, choose_device
+from strata_client.session import OpenedModel, Session, choose_device, is_gpu
 from vmmd.errors import Exhausted, InvalidRequest, LeaseRevoked, Unavailable, VmmError
 
 CHUNK_TOKENS = 64
@@ -30,6 +31,9 @@ CELLS_LOW = 64
 
 HOST_KV_TYPE = "f32"
 """What a K/V cell holds on the host driver."""
+
+GPU_KV_TYPES = ("f16", "bf16", "q8_0")
+"""What one may hold on a GPU, the default first."""
 
 _RETRY_CELLS = 16
 
@@ -158,6 +162,9 @@ class Engine:
         self._last = self._sampler.sample(self._logits, self._seen)
         return self._last
 
+    def close(self) -> None:
+        """Waits until no step runs any more."""
+
     def _grow(self, cells: int) -> bool:
         if self._kv.cells >= cells:
             return True
@@ -227,7 +234,8 @@ def open_engine(
     try:
         signals.abandon = session.abandon
         chosen = choose_device(session.devices(), device)
-        check_host_kv_type(kv_type, chosen.uuid)
+        on_gpu = is_gpu(chosen.uuid)
+        cell = cell._replace(type=choose_kv_type(kv_type, chosen.uuid))
         begin = wire.Begin(
             name=str(model_file.metadata.get("general.name") or Path(model_file.files[0].path).name),
             device_uuids=[chosen.uuid],
@@ -245,18 +253,21 @@ def open_engine(
             f"strata: device {chosen.uuid}, {size_text(chosen.slab_bytes)} a slab, arena "
             f"{'shared' if opened.shared else 'filled'}: {size_text(opened.resident_bytes)} of experts on it"
         )
+        engine = _engine(cell.type if on_gpu else None)(
+            model,
+            session,
+            opened,
+            kv,
+            context,
+            say=say,
+            say_verbose=say_verbose,
+            signals=signals,
+        )
         try:
-            yield Engine(
-                model,
-                session,
-                opened,
-                kv,
-                context,
-                say=say,
-                say_verbose=say_verbose,
-                signals=signals,
-            )
+            yield engine
         finally:
+            with suppress(VmmError):
+                engine.close()
             if not session.is_private:  # a private daemon leaves with all of it
                 with suppress(VmmError):
                     session.give_back(kv)
@@ -266,12 +277,22 @@ def open_engine(
         session.close()
 
 
-def check_host_kv_type(asked: str | None, device_uuid: str) -> None:
-    """Errors: `InvalidRequest` if `--kv-type` asks for something else than a device of the host has."""
-    if asked not in (None, HOST_KV_TYPE):
-        raise InvalidRequest(
-            f"--kv-type {asked} needs a GPU; device {device_uuid} is in the host's memory, where K/V is {HOST_KV_TYPE}"
-        )
+def choose_kv_type(asked: str | None, device_uuid: str) -> str:
+    """What K/V cells hold on a device. Errors: `InvalidRequest` if it cannot be what was asked for."""
+    choices = GPU_KV_TYPES if is_gpu(device_uuid) else (HOST_KV_TYPE,)
+    if asked not in (None, *choices):
+        where = "on a GPU" if is_gpu(device_uuid) else "in the host's memory, and others need a GPU"
+        raise InvalidRequest(f"--kv-type {asked}: device {device_uuid} has {', '.join(choices)} {where}")
+    return asked or choices[0]
+
+
+def _engine(gpu_kv_type: str | None) -> Callable[..., Engine]:
+    """What makes the engine; without a type, the host's."""
+    if gpu_kv_type is None:
+        return Engine
+    from strata_client.gpu.engine import GpuEngine  # loads CUDA, which clients on the host do without
+
+    return partial(GpuEngine, kv_type=gpu_kv_type)
 
 
 def growth_line(cells: int, size_bytes: int, trades: Sequence[wire.Trade]) -> str:

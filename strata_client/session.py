@@ -323,31 +323,29 @@ def mapper_of(device_uuid: str, computing_uuid: str) -> Mapper:
 
     Errors: `NoDevice`, `NotFound`, `DriverError` where this process cannot use the GPU.
     """
-    if not _is_gpu(computing_uuid):
+    if not is_gpu(computing_uuid):
         return HostMapper()
     from vmmd.driver.cuda_mapper import CudaMapper  # loads CUDA, which clients on the host do without
 
-    return CudaMapper(device_uuid) if _is_gpu(device_uuid) else CudaMapper(computing_uuid, host=True)
+    return CudaMapper(device_uuid) if is_gpu(device_uuid) else CudaMapper(computing_uuid, host=True)
 
 
-def _is_gpu(device_uuid: str) -> bool:
+def is_gpu(device_uuid: str) -> bool:
+    """Whether a device is a GPU; else it computes in the host's memory."""
     return device_uuid.startswith(("GPU-", "MIG-"))
 
 
 def choose_device(devices: Sequence[wire.Device], wanted: str | None) -> wire.Device:
-    """The device that a user means: one that this client can compute on.
+    """The device that a user means.
 
     Args:
         devices: the daemon's list.
         wanted: a UUID, the beginning of exactly one, or an index of the list; None
             takes the first that computes.
 
-    Errors: `NoDevice`, naming what was wanted and what there is, or the GPU that it is.
+    Errors: `NoDevice`, naming what was wanted and what there is.
     """
-    device = _named(devices, wanted)
-    if _is_gpu(device.uuid):
-        raise NoDevice(f"device {device.uuid} is a GPU, and this client computes on the host only: choose another")
-    return device
+    return _named(devices, wanted)
 
 
 def _named(devices: Sequence[wire.Device], wanted: str | None) -> wire.Device:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
-from strata_kernels import structs
+from strata_kernels import attention, structs
+from strata_kernels.attention import AttendArguments
 from strata_kernels.launch import DeviceBuffer, Kernels, Launch
 from strata_kernels.structs import Activation, KvCells, Matrix, SampleOptions, Step
 
@@ -107,6 +108,7 @@ class Decoder:
         self._model = model
         self._weights = Weights(model, memory)
         self._kv = kv
+        self._kv_type = {structs.KV_F16: "f16", structs.KV_BF16: "bf16", structs.KV_Q8_0: "q8_0"}[kv.type]
         self._heat = heat
         params = model.params
         d_attention = params.n_heads * params.head_dim
@@ -128,7 +130,7 @@ class Decoder:
                 "g": Activation.size_bytes(params.top_k * params.d_expert),
                 "logits": params.n_vocab * 4,
                 "sample": structs.sample_workspace_bytes(params.n_tokens),
-                "attend": structs.attend_workspace_bytes(params.n_heads, params.head_dim, self.splits),
+                "attend": attention.workspace_bytes(params.n_heads, params.n_kv_heads, params.head_dim, self.splits),
             }
         )
         self.ring: npt.NDArray[np.uint64] = device.pinned(structs.RING_WORDS, np.uint64)
@@ -183,17 +185,29 @@ class Decoder:
             shared_bytes=4 * d_model,
         )
         yield launch(
-            "rope_table", 1, 128, step, buffers["rope"], params.head_dim,
-            ctypes.c_double(params.rope_freq_base), ctypes.c_double(params.rope_scale),
+            "rope_table", 1, params.head_dim // 2,
+            buffers["rope"], step, ctypes.c_double(params.rope_freq_base), ctypes.c_double(params.rope_scale),
+            params.head_dim,
         )  # fmt: skip
+        attend = attention.attend_shape(self._kv_type, params.head_dim, params.n_heads // params.n_kv_heads)
         for layer in range(params.n_layers):
             blk = f"blk.{layer}."
             q, k, v = (weights.matrix(f"{blk}attn_{name}.weight") for name in "qkv")
             yield launch("qkv", -(-(d_attention + 2 * d_kv) // 16), 256, h, q, k, v, qkv, d_model, eps)
-            yield from self._attend(layer, launch, attended)
+            yield launch(
+                attend.name, (params.n_kv_heads, self.splits), attend.threads,
+                AttendArguments(
+                    qkv.value, qkv.value + 4 * d_attention, qkv.value + 4 * (d_attention + d_kv),
+                    weights.vector(blk + "attn_q_norm.weight").value, weights.vector(blk + "attn_k_norm.weight").value,
+                    buffers["rope"].value, step.value, self._kv, attended, buffers["attend"].value,
+                    layer, params.n_heads, params.rms_eps,
+                ),
+                shared_bytes=attend.shared_bytes,
+            )  # fmt: skip
             yield launch(
                 "attend_out", d_model // 16, 512,
-                attended, weights.matrix(blk + "attn_output.weight"), x, weights.vector(blk + "ffn_norm.weight"), h, d_attention,
+                attended, weights.matrix(blk + "attn_output.weight"), x, weights.vector(blk + "ffn_norm.weight"), h,
+                d_attention,
             )  # fmt: skip
             yield launch(
                 "route", params.n_experts, 128, h, weights.matrix(blk + "ffn_gate_inp.weight"), scores, d_model, eps
@@ -217,5 +231,6 @@ class Decoder:
         ring = ctypes.c_uint64(self.ring.ctypes.data)
         yield launch(
             "sample", structs.sample_blocks(params.n_tokens), structs.SAMPLE_THREADS,
-            buffers["logits"], params.n_tokens, buffers["options"], buffers["seen"], buffers["sample"], step, ring, self._retired,
+            buffers["logits"], params.n_tokens, buffers["options"], buffers["seen"], buffers["sample"],
+            step, ring, self._retired,
         )  # fmt: skip

@@ -13,6 +13,11 @@ from vmmd.errors import NotFound
 Array = npt.NDArray[Any]
 
 
+def bytes_at(address: int, size_bytes: int) -> npt.NDArray[np.uint8]:
+    """This process's memory at an address, which outlives the array."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
+
+
 class Device:
     """A GPU that a model runs on. Its primary context is current in the thread that makes this, from then on.
 
@@ -51,7 +56,7 @@ class Device:
         size_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         flags = self.cu.CU_MEMHOSTALLOC_PORTABLE | self.cu.CU_MEMHOSTALLOC_DEVICEMAP
         address = int(call(self.cu.cuMemHostAlloc, size_bytes, flags))
-        array = np.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), dtype).reshape(shape)
+        array = bytes_at(address, size_bytes).view(dtype).reshape(shape)
         array[...] = 0
         return array
 

@@ -154,6 +154,10 @@ class Qwen3Moe:
             types.append(first.type)
         return tuple(types)
 
+    def type_names(self) -> list[str]:
+        """The types of the tensors that the model is made of, by name, each once."""
+        return sorted({tensor.type.name for tensor in self._tensors.values()})
+
     def tensor(self, name: str) -> TensorInfo:
         """A tensor of the model."""
         return self._tensors[name]

@@ -111,16 +111,6 @@ def test_experts_are_right_where_only_some_have_slots(machine: Machine, model: L
         assert one.ask("wrong_experts") == 0
 
 
-def test_generate_is_refused_with_one_line(machine: Machine) -> None:
-    """The command that computes on the host says so, and does not try."""
-    with machine.daemon(config()) as daemon:
-        path = Path(__file__).parents[1] / "data" / "nano.gguf"
-        done = client("generate", "a", "--model", str(path), "--socket", str(daemon.directory))
-    assert done.returncode != 0
-    line = done.stderr.decode().strip()
-    assert "is a GPU, and this client computes on the host only" in line and "\n" not in line
-
-
 def test_growth_trades_with_slots(machine: Machine, model: LargeModel) -> None:
     """K/V grows by slots of the coldest experts, hotter ones move first, and all come back when it is given back."""
     with (

@@ -64,6 +64,35 @@ struct Activation {
     sums[group] = scale * static_cast<float>(sum);
     squares[group] = square;
   }
+
+  // The same from four neighbouring lanes: each has the values 4 quad ..., quad % 4 is its lane % 4, and all lanes of the warp
+  // call it. Nothing is stored for a lane without `valid`.
+  __device__ __forceinline__ void store_quad(int quad, const float (&v)[4], float square, bool valid) const {
+    float largest = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
+    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
+    const float inverse = largest > 0.0f ? 32512.0f / largest : 0.0f;
+    uint32_t high_word = 0, low_word = 0;
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int q = __float2int_rn(v[i] * inverse);
+      sum += q;
+      high_word |= (static_cast<uint32_t>((q + 128) >> 8) & 255u) << (8 * i);
+      low_word |= (static_cast<uint32_t>(q) & 255u) << (8 * i);
+    }
+    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+    if (!valid) return;
+    reinterpret_cast<float4*>(values)[quad] = make_float4(v[0], v[1], v[2], v[3]);
+    high[quad] = high_word;
+    low[quad] = low_word;
+    if (quad % 4 != 0) return;
+    const float scale = largest / 32512.0f;
+    scales[quad / 4] = scale;
+    sums[quad / 4] = scale * static_cast<float>(sum);
+    squares[quad / 4] = square;
+  }
 };
 
 }  // namespace strata

@@ -318,3 +318,16 @@ extern "C" __global__ void advance(Step* step, int n, uint64_t* retired) {
   __threadfence_system();
   *static_cast<volatile uint64_t*>(retired) = number;
 }
+
+// table float2 [head_dim / 2]: cosine and sine of the angles that the step's position turns q and k by.
+// Must match: strata_kernels.reference.rope; angles in float64, as there.
+// Launch: 1 block of head_dim / 2 threads.
+extern "C" __global__ void rope_table(float2* table, const Step* step, double freq_base, double scale, int head_dim) {
+  wait_for_previous();
+  let_next_start();
+  const int pair = threadIdx.x;
+  const double angle = step->position * (scale * exp2(-2.0 * pair / head_dim * log2(freq_base)));
+  double sine, cosine;
+  sincos(angle, &sine, &cosine);
+  table[pair] = make_float2(static_cast<float>(cosine), static_cast<float>(sine));
+}

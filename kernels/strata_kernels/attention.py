@@ -1,0 +1,70 @@
+"""What a launch of the attention kernels needs: ``cuda/attend.cuh`` says what the numbers are."""
+
+import ctypes
+from typing import NamedTuple
+
+from strata_kernels.structs import Activation, KvCells
+from vmmd.errors import InvalidRequest
+
+HEAD_DIMS = (64, 128)
+GROUP_MAX = 16
+"""Query heads of a K/V head."""
+
+_RING_BYTES_MAX = 74 * 1024
+_TILE = 16
+
+
+class AttendArguments(ctypes.Structure):
+    """The one argument of ``attend_TYPE_DIM_HEADS``."""
+
+    _fields_ = (
+        ("q", ctypes.c_uint64),
+        ("k", ctypes.c_uint64),
+        ("v", ctypes.c_uint64),
+        ("q_norm", ctypes.c_uint64),
+        ("k_norm", ctypes.c_uint64),
+        ("rope", ctypes.c_uint64),
+        ("step", ctypes.c_uint64),
+        ("cells", KvCells),
+        ("out", Activation),
+        ("workspace", ctypes.c_uint64),
+        ("layer", ctypes.c_int32),
+        ("n_heads", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+    )
+
+
+class AttendShape(NamedTuple):
+    """A launch of ``attend``: the kernel's name, threads of a block and bytes of shared memory."""
+
+    name: str
+    threads: int
+    shared_bytes: int
+
+
+def attend_shape(kv_type: str, head_dim: int, group: int) -> AttendShape:
+    """The kernel for cells of a type ("f16", "bf16", "q8_0"), `group` query heads to a K/V head.
+
+    Errors: `InvalidRequest` for a shape that no kernel takes.
+    """
+    if head_dim not in HEAD_DIMS or not 1 <= group <= GROUP_MAX:
+        raise InvalidRequest(
+            f"heads of {head_dim} values in groups of {group}: attention on a GPU takes heads of "
+            f"{' or '.join(map(str, HEAD_DIMS))} in groups of {GROUP_MAX} at most"
+        )
+    heads = 8 if group <= 8 else 16
+    value_bytes = 1 if kv_type == "q8_0" else 2
+    warps = 8 if head_dim <= 128 else 4
+    row_bytes = head_dim * value_bytes + 16
+    tiles_bytes = 2 * _TILE * row_bytes
+    ring_bytes = max(1, _RING_BYTES_MAX // (warps * tiles_bytes)) * tiles_bytes
+    q_bytes = heads // 8 * 16 * (head_dim * 2 + 16)
+    scales_bytes = (head_dim // 32 * 2 + 15) // 16 * 16
+    wide_bytes = 2 * head_dim * 4 if kv_type == "q8_0" else 0
+    shared_bytes = warps * ring_bytes + q_bytes + 2 * (row_bytes + scales_bytes) + max(warps * heads * 8, wide_bytes)
+    return AttendShape(f"attend_{kv_type}_{head_dim}_{heads}", 32 * warps, shared_bytes)
+
+
+def workspace_bytes(n_heads: int, n_kv_heads: int, head_dim: int, n_splits: int) -> int:
+    """The workspace of ``attend``: zero before the first launch, aligned to 16 bytes."""
+    return (n_kv_heads * 4 + 15) // 16 * 16 + n_heads * n_splits * (head_dim * 4 + 8)

@@ -1,0 +1,7 @@
+// Attention over cells of type bf16: attend.cuh and attend_prompt.cuh say all about it.
+#include "attend.cuh"
+
+ATTEND(bf16, KvBf16, 64, 8)
+ATTEND(bf16, KvBf16, 64, 16)
+ATTEND(bf16, KvBf16, 128, 8)
+ATTEND(bf16, KvBf16, 128, 16)

@@ -1,0 +1,7 @@
+// Attention over cells of type q8_0: attend.cuh and attend_prompt.cuh say all about it.
+#include "attend.cuh"
+
+ATTEND(q8_0, KvQ8, 64, 8)
+ATTEND(q8_0, KvQ8, 64, 16)
+ATTEND(q8_0, KvQ8, 128, 8)
+ATTEND(q8_0, KvQ8, 128, 16)

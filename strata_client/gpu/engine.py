@@ -1,0 +1,207 @@
+"""The engine on a GPU: steps run ahead of the tokens that are read.
+
+A step is one graph launch. While the host reads a step's token, the next one runs
+already: the GPU chose that token itself. The step that was enqueued last is
+therefore one that nobody may want; it is simply not read.
+"""
+
+import ctypes
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from strata_api.v1 import pages
+from strata_kernels import structs
+from strata_kernels.compiler import SOURCES
+from strata_kernels.launch import Kernels
+from strata_kernels.structs import KvCells, SampleOptions, Step
+
+from strata_client import timings
+from strata_client.engine import Engine
+from strata_client.gpu.address_table import AddressTable
+from strata_client.gpu.decoder import Decoder
+from strata_client.gpu.device import Device, bytes_at
+from strata_client.models.base import F32, ModelError
+from strata_client.sampler import SamplerOptions
+from vmmd.driver.cuda_calls import call
+from vmmd.errors import LeaseRevoked
+
+KV_TYPES = {"f16": structs.KV_F16, "bf16": structs.KV_BF16, "q8_0": structs.KV_Q8_0}
+KV_TYPE_DEFAULT = "f16"
+
+_IN_FLIGHT_MAX = 3
+_NOT_FINITE = (1 << 64) - 1
+_TOKEN_OFFSET = Step.token.offset
+_PAGE_BYTES = 4096
+
+
+class GpuEngine(Engine):
+    """A model, its memory and one sequence's K/V on a GPU. For one thread."""
+
+    def __init__(self, *args: Any, kv_type: str, **kwargs: Any) -> None:
+        """Takes what `Engine` does, and what a K/V cell holds: a key of `KV_TYPES`.
+
+        Errors: `ModelError` where the kernels cannot run the model; `NoDevice`, `NotFound`, `DriverError`.
+        """
+        super().__init__(*args, **kwargs)
+        model, memory, steps = self.model, self._opened.memory, self._opened.steps
+        params = model.params
+        with timings.stage("context"):
+            self._device = device = Device(self._kv.range.device_uuid)
+        steps.drain = device.synchronize
+        with timings.stage("kernels"):
+            sources = [SOURCES / name for name in ("decode.cu", f"attend_{kv_type}.cu", "sample.cu")]
+            kernels = Kernels(sources, model.type_names())
+        cells = KvCells(
+            self._kv.range.address,
+            self._kv.range.slab_bytes,
+            self._kv.cells_per_slab,
+            params.n_kv_heads,
+            params.head_dim,
+            KV_TYPES[kv_type],
+        )
+        line = steps.line.ctypes.data
+        page = bytes_at(line // _PAGE_BYTES * _PAGE_BYTES, _PAGE_BYTES)
+        retired = device.register(page) + line % _PAGE_BYTES + pages.WORD_RETIRED * pages.WORD_BYTES
+        heat = device.register(memory.heat) + pages.HEADER_WORDS * pages.WORD_BYTES
+        with timings.stage("graph"):
+            self._decoder = Decoder(device, kernels, model, memory, cells, retired, heat)
+            self._decoder.capture()
+        self._skip = kernels.prepare(
+            "advance",
+            1,
+            32,
+            [self._decoder.buffers["step"], 0, ctypes.c_uint64(retired)],
+            stream=device.stream,
+        )
+        self._table = AddressTable(memory, model.expert_sizes())
+        self._tables = device.pinned((_IN_FLIGHT_MAX + 1, *self._table.words.shape), np.uint64)
+        self._tokens = device.pinned((_IN_FLIGHT_MAX + 1, 1), np.int32)
+        self._ended = [device.event() for _ in range(_IN_FLIGHT_MAX + 1)]
+        self._pending: deque[int] = deque()  # steps whose tokens are not read
+        self._enqueued = 0  # cells that are filled once all steps have ended
+        self._place(0)
+
+    def restart(self) -> None:
+        """Begins a new sequence in the same memory."""
+        super().restart()
+        self._place(0)
+
+    def begin(self, prompt: Sequence[int], options: SamplerOptions) -> None:
+        """Evaluates a prompt, at least one token, and takes how to choose those that follow it.
+
+        Errors: `LeaseRevoked`, `DriverError`.
+        """
+        seed = secrets.randbits(63) if options.seed is None else options.seed % (1 << 64)
+        how = SampleOptions(
+            options.temperature,
+            options.top_p,
+            options.min_p,
+            options.repeat_penalty,
+            seed,
+            min(options.top_k, (1 << 31) - 1),
+            self.position + len(prompt) - 1,
+        )
+        buffers, device = self._decoder.buffers, self._device
+        device.upload(buffers["options"].value, np.frombuffer(bytearray(how), np.uint8))
+        for token in prompt[:-1]:
+            self._enqueue(token)
+        seen = np.zeros(-(-self.model.params.n_vocab // 32) * 32, np.uint8)
+        seen[np.asarray(prompt)] = 1
+        device.upload(buffers["seen"].value, np.packbits(seen, bitorder="little"))
+        self._pending.append(self._enqueue(prompt[-1]))
+        self.position = self._enqueued
+        self._last = None
+
+    def next_token(self) -> int:
+        """The next token of the text. For each but the first, `has_room` is asked before.
+
+        Errors: `LeaseRevoked`; `ModelError` if the logits are not finite; `DriverError`.
+        """
+        if self._last is not None:
+            self.position += 1
+        if not self._pending:
+            self._pending.append(self._enqueue(None))
+        number = self._pending.popleft()
+        if self._enqueued < min(self._kv.cells, self.context):
+            self._pending.append(self._enqueue(None))
+        self._wait(number)
+        token = int(self._decoder.ring[number % structs.RING_WORDS])
+        if token == _NOT_FINITE:
+            raise ModelError("the logits are not finite; the model file is damaged or needs more than float32")
+        self._last = token
+        return token
+
+    def step(self, tokens: Sequence[int], *, prompt: bool, all_logits: bool = False) -> F32:
+        """Evaluates tokens at the end of the sequence.
+
+        Returns:
+            Logits float32 `[n_vocab]` of the last token, or `[n, n_vocab]` of all.
+
+        Errors: `LeaseRevoked` if the daemon has taken cells back; `DriverError`.
+        """
+        if self._pending:
+            self._place(self.position)
+        params = self.model.params
+        wanted = len(tokens) if all_logits else 1
+        logits = np.empty((wanted, params.n_vocab), np.float32)
+        for i, token in enumerate(tokens, wanted - len(tokens)):
+            self._enqueue(token)
+            if i >= 0:
+                self._device.download(logits[i], self._decoder.buffers["logits"].value)
+        logits[:, params.n_tokens :] = -np.inf
+        self.position = self._enqueued
+        return logits if all_logits else logits[0]
+
+    def close(self) -> None:
+        """Waits until nothing runs any more."""
+        self._device.synchronize()
+
+    def _enqueue(self, token: int | None) -> int:
+        """Publishes and launches a step for a token, or for the one that the step before chooses; its number."""
+        self._signals.between_steps()
+        self._signals.hold()
+        try:
+            number = self._opened.steps.publish()
+            try:
+                self._launch(number, token)
+            except BaseException:
+                self._skip()
+                raise
+        finally:
+            self._signals.release()
+        self._enqueued += 1
+        self._opened.steps.count(1, self._enqueued)
+        return number
+
+    def _launch(self, number: int, token: int | None) -> None:
+        """Launches the step that was published. Its entries are read, and its memory stays as it is until it ends."""
+        if self._kv.cells <= self._enqueued:
+            raise LeaseRevoked(f"the daemon took K/V back: {self._kv.cells} cells are left")
+        buffers, place = self._decoder.buffers, number % len(self._ended)
+        self._wait(number - _IN_FLIGHT_MAX)
+        if self._table.refresh():
+            self._tables[place] = self._table.words
+            self._device.upload(buffers["table"].value, self._tables[place])
+        if token is not None:
+            self._tokens[place] = token
+            self._device.upload(buffers["step"].value + _TOKEN_OFFSET, self._tokens[place])
+        self._opened.memory.count(1, prompt=False)
+        self._decoder.launch()
+        call(self._device.cu.cuEventRecord, self._ended[place], self._device.stream)
+
+    def _wait(self, number: int) -> None:
+        """Waits for a step's end. Errors: `DriverError`."""
+        call(self._device.cu.cuEventSynchronize, self._ended[number % len(self._ended)])
+
+    def _place(self, position: int) -> None:
+        """Lets the next step begin in a cell, whatever was enqueued."""
+        self._device.synchronize()
+        self._pending.clear()
+        self._enqueued = position
+        launched = int(self._opened.steps.line[pages.WORD_LAUNCHED])
+        step = np.frombuffer(bytearray(Step(launched + 1, position, 0)), np.uint8)
+        self._device.upload(self._decoder.buffers["step"].value, step)
+        self._device.synchronize()
