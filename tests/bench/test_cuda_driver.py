@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -212,6 +213,78 @@ def test_fill(bench: Bench, cached_file: int) -> None:
             Row("one slot from host slabs", one_s * 1e6, "us", "lower", limit=54),
         ],
     )
+
+
+@pytest.mark.parametrize("kind", ["auto", "memfd"])
+def test_host_slabs(bench: Bench, cached_file: int, kind: Literal["auto", "memfd"]) -> None:
+    """What host slabs of either kind cost to make and to use, and what others feel while they are made."""
+    count, rows = 4 * GIB // SLAB_BYTES, []
+    driver = bench.driver if kind == "auto" else CudaDriver(20 * GIB, host_slabs="memfd")
+    one = Bench(driver, bench.gpu)
+    one.destroy(one.create(4 * count, HOST_UUID, 8))  # lets a virtual machine's memory grow
+    for threads in (1, 2, 4, 8):
+        homes: list[Slab] = []
+        took_s = seconds(lambda homes=homes, n=threads: homes.extend(one.create(count, HOST_UUID, n)))  # type: ignore[misc]
+        rows.append(Row(f"made and mapped, {threads} threads", took_s / 4, "s/GiB", "lower"))
+        one.destroy(homes)
+
+    slabs = one.create(count)
+    alone_s = seconds(lambda: driver.fill(from_file(slabs, cached_file)))
+    for threads in (2, 4):
+        making = ThreadPoolExecutor(threads)
+        with one.client(6) as client:
+            began = time.perf_counter()
+            ends: list[float] = []
+            made = [making.submit(driver.create, HOST_UUID, SLAB_BYTES) for _ in range(2 * count)]
+            for future in made:
+                future.add_done_callback(lambda _, ends=ends: ends.append(time.perf_counter()))  # type: ignore[misc]
+            fresh = one.create(count)
+            beside_s = seconds(lambda fresh=fresh: driver.fill(from_file(fresh, cached_file)))  # type: ignore[misc]
+            growths = []
+            while not all(future.done() for future in made) and len(growths) < 50:
+                start = time.perf_counter()
+                few = one.create(6)
+                one.give(client, few, writable=True)
+                growths.append((time.perf_counter() - start) * 1e3)
+                for i in range(6):
+                    client.ask("unmap", index=i)
+                one.destroy(few)
+            homes = [future.result() for future in made]
+            rows += [
+                Row(
+                    f"8 GiB made by {threads} threads, the others' work beside",
+                    time.perf_counter() - began,
+                    "s",
+                    "lower",
+                ),
+                Row(f"meanwhile 4 GiB of file to new slots (alone {alone_s:.3f} s)", beside_s, "s", "lower"),
+                Row("meanwhile a growth by 6 new slabs, median", statistics.median(growths or [0.0]), "ms", "lower"),
+                Row("the same, slowest", max(growths, default=0.0), "ms", "lower"),
+            ]
+        making.shutdown()
+        one.destroy(fresh)
+        one.destroy(homes)
+
+    homes = one.create(count, HOST_UUID, 4)
+    file_s = seconds(lambda: driver.fill(from_file(homes, cached_file)))
+    copies = [Copy(slab, 0, SLAB_BYTES, SlabSource(home, 0)) for slab, home in zip(slabs, homes, strict=True)]
+    slots_s = statistics.median(seconds(lambda: driver.fill(copies)) for _ in range(3))
+    with SlabClient("cuda") as client:
+        client.reserve(bench.gpu.uuid, SLAB_BYTES, count, options={"host": True})
+        map_s = seconds(lambda: one.give(client, homes))
+        rate = client.ask("kernel", name="read_gb_per_s", offset=0, args=[count * SLAB_BYTES, 0.5])
+        assert isinstance(rate, float), rate
+    rows += [
+        Row("4 GiB of cached file into them", 4 * GIB / file_s / 1e9, "GB/s", "higher", limit=55),
+        Row("from them into slots", 4 * GIB / slots_s / 1e9, "GB/s", "higher", limit=55),
+        Row("a client imports and maps them", map_s / 4 * 1e3, "ms/GiB", "lower", limit=12),
+        Row("its kernel reads them", rate, "GB/s", "higher", limit=51),
+    ]
+    check(driver, homes[::37], [*range(0, count, 37)], cached_file)
+    one.destroy([*slabs, *homes])
+    if driver is not bench.driver:
+        driver.close()
+    bench.write(f"cuda-host-slabs-{kind}", rows)
 
 
 def check(driver: CudaDriver, slabs: Sequence[Slab], indexes: Sequence[int], fd: int) -> None:

@@ -261,17 +261,18 @@ def test_rows_arrive_at_any_pitch(make: Make, random_file: int, host_slabs: str,
     expected, moved = bytearray(SLAB_BYTES), bytearray(SLAB_BYTES)
     copies = []
     for m in range(2):
+        of_file = FileSource(random_file, 3 + m * slots * length)
+        copies += [Copy(some, m * length, length, of_file, slots, slot, length) for some in (home, slab)]
         for i in range(slots):
-            at, source = i * slot + m * length, 3 + (m * slots + i) * length
-            copies += [Copy(some, at, length, FileSource(random_file, source)) for some in (home, slab)]
-            expected[at : at + length] = os.pread(random_file, length, source)
+            at = i * slot + m * length
+            expected[at : at + length] = os.pread(random_file, length, of_file.offset_bytes + i * length)
     driver.fill(copies)
     assert driver.read(home, 0, SLAB_BYTES) == expected
     assert driver.read(slab, 0, SLAB_BYTES) == expected
     for i in range(slots):
         moved[i * slot + 1 : i * slot + 1 + length] = expected[i * slot : i * slot + length]
     for target, source_slab in ((again, home), (again, slab), (home, slab)):
-        driver.fill([Copy(target, i * slot + 1, length, SlabSource(source_slab, i * slot)) for i in range(slots)])
+        driver.fill([Copy(target, 1, length, SlabSource(source_slab, 0), slots, slot, slot)])
         if target is again:
             assert driver.read(again, 0, SLAB_BYTES) == moved
     for i in range(slots):
