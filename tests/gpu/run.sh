@@ -4,6 +4,7 @@
 #   contract   the driver contract and the CUDA driver's own tests
 #   daemon     a vmmd with the CUDA driver and its clients
 #   kernels    the other tests that need a GPU
+#   manager    the manager's own time, for which no GPU is needed
 #   driver     benches of the CUDA driver
 #   growth     benches of a daemon: growth, opening, refilling, filling, at rest
 #   kernels-bench  the other benches that need a GPU
@@ -30,12 +31,13 @@ declare -A tests=(
   [contract]="-m gpu tests/unit tests/gpu/test_cuda_driver.py"
   [daemon]="-m gpu tests/gpu/test_daemon.py"
   [kernels]="-m gpu tests/kernels tests/gpu --ignore=tests/gpu/test_daemon.py --ignore=tests/gpu/test_cuda_driver.py"
+  [manager]="-s -m bench tests/bench/test_manager.py"
   [driver]="-s -m bench tests/bench/test_cuda_driver.py"
   [growth]="-s -m bench tests/bench/test_cuda_growth.py"
   [kernels-bench]="-s -m bench&gpu tests/bench --ignore=tests/bench/test_cuda_driver.py --ignore=tests/bench/test_cuda_growth.py"
 )
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(contract daemon kernels driver growth kernels-bench)
+[ ${#parts[@]} -gt 0 ] || parts=(contract daemon kernels manager driver growth kernels-bench)
 
 failed=0
 summary=()
