@@ -188,6 +188,7 @@ class DeviceBuffer:
     def upload(self, array: npt.NDArray[Any], offset: int = 0) -> None:
         """Copies an array here, and waits. Errors: `InvalidRequest` where it does not fit."""
         call(self._cu.cuMemcpyHtoD, self._place(array, offset), array.ctypes.data, array.nbytes)
+        call(self._cu.cuStreamSynchronize, 0)  # the copy of pageable memory returns before its bytes arrive
 
     def download(self, array: npt.NDArray[Any], offset: int = 0) -> None:
         """Fills an array from here, after all launches of this context's stream 0."""
