@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any
 
 import click
 
+from strata_kernels import cache
 from vmmd.driver.cuda_calls import call
 from vmmd.errors import DriverError, InvalidRequest, Unavailable, VmmError
 
@@ -130,14 +130,17 @@ def types_macro(types: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def compile_all(
-    sources: Sequence[Path], architectures: Sequence[str], workers: int | None = None
+    sources: Sequence[Path],
+    architectures: Sequence[str],
+    workers: int | None = None,
+    types: Sequence[str] | None = None,
 ) -> Iterator[Compiled]:
-    """Every source for every architecture, in that order.
+    """Every source for every architecture, in that order; `types` as `compile_source` takes them.
 
     In processes, since NVRTC compiles one program at a time in each; `workers` of them, by default one
     for each processor. Errors: as `compile_source`, at the first that fails.
     """
-    work = [(source, architecture) for source in sources for architecture in architectures]
+    work = [(source, architecture, types) for source in sources for architecture in architectures]
     n = min(workers or os.cpu_count() or 1, len(work))
     if n < 2:
         yield from (compile_source(*item) for item in work)
@@ -191,13 +194,7 @@ def include_directory() -> Path:
 
 def cache_directory() -> Path | None:
     """Where cubins are kept; None where no such place is known. It may not exist or not be writable."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # the specification of these variables has relative ones ignored
-        return Path(base) / "strata" / "kernels"
-    try:
-        return Path.home() / ".cache" / "strata" / "kernels"
-    except RuntimeError:  # no HOME, and nobody in the user database
-        return None
+    return cache.cache_directory("kernels")
 
 
 def _nvrtc() -> tuple[Any, str]:
@@ -297,21 +294,8 @@ def _keep(directory: Path | None, key: str, cubin: bytes, log: str) -> None:
         return
     with contextlib.suppress(OSError):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write(directory / f"{key}.log", log.encode())
-        _write(directory / f"{key}.cubin", cubin)
-
-
-def _write(path: Path, contents: bytes) -> None:
-    """Writes a file at once: a reader finds all of it or the one before."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(contents)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+        cache.write_at_once(directory / f"{key}.log", log.encode())
+        cache.write_at_once(directory / f"{key}.cubin", cubin)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

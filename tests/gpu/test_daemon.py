@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.cuda_peer import GIB, MIB, LargeModel, Machine
-from tests.helpers.daemon import client, wait_until
+from tests.helpers.daemon import wait_until
 from tests.helpers.doomed import Doomed
 from tests.helpers.peer import Admin, Remote, SmallModel, public_model
 from tests.helpers.require_gpu import require_gpu
