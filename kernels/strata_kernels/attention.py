@@ -10,6 +10,8 @@ HEAD_DIMS = (64, 128)
 GROUP_MAX = 16
 """Query heads of a K/V head."""
 
+STORE_THREADS = 256
+
 _RING_BYTES_MAX = 74 * 1024
 _TILE = 16
 
@@ -32,6 +34,32 @@ class AttendArguments(ctypes.Structure):
         ("n_heads", ctypes.c_int32),
         ("eps", ctypes.c_float),
     )
+
+
+class StoreArguments(ctypes.Structure):
+    """The one argument of ``store_kv_f32`` and ``store_kv_f16``; `stride` in values."""
+
+    _fields_ = (
+        ("q", ctypes.c_uint64),
+        ("k", ctypes.c_uint64),
+        ("v", ctypes.c_uint64),
+        ("q_norm", ctypes.c_uint64),
+        ("k_norm", ctypes.c_uint64),
+        ("table", ctypes.c_uint64),
+        ("q_out", ctypes.c_uint64),
+        ("cells", KvCells),
+        ("stride", ctypes.c_int64),
+        ("layer", ctypes.c_int32),
+        ("n_heads", ctypes.c_int32),
+        ("position", ctypes.c_int32),
+        ("n", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+    )
+
+
+def store_kv_grid(n: int, n_heads: int, n_kv_heads: int) -> int:
+    """Blocks of ``store_kv``, of `STORE_THREADS`."""
+    return -(-n * (n_heads + 2 * n_kv_heads) * 32 // STORE_THREADS)
 
 
 class AttendShape(NamedTuple):

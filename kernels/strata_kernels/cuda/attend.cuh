@@ -25,8 +25,8 @@
 #include "attention.cuh"
 #include "step.cuh"
 
-// Blocks that share an SM, where it has the shared memory.
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ / 100 == 10)
+// Blocks that share an SM, for which registers must suffice. Elsewhere shared memory or registers are for one.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900)
 #define ATTEND_BLOCKS 2
 #else
 #define ATTEND_BLOCKS 1
@@ -112,11 +112,11 @@ struct Tiles {
     if (tile < end) {
       uint8_t* to = place(stage, k_or_v);
       const uint8_t* from = cells.values(layer, k_or_v, tile * TILE, kv_head);
-      const int64_t stride = static_cast<int64_t>(cells.n_kv_heads) * (DIM * Kv::VALUE_BYTES);
+      const int stride = cells.n_kv_heads * (DIM * Kv::VALUE_BYTES);
 #pragma unroll
       for (int j = 0; j < TILE * CHUNKS / 32; ++j) {
         const int row = (lane + 32 * j) / CHUNKS, chunk = (lane + 32 * j) % CHUNKS;
-        copy_async(to + row * Shape::ROW_BYTES + chunk * 16, from + row * stride + chunk * 16,
+        copy_async(to + row * Shape::ROW_BYTES + chunk * 16, from + (row * stride + chunk * 16),
                    tile * TILE + row < position);
       }
     }
@@ -151,24 +151,26 @@ struct Scales {
     }
   }
 
-  // Zeros for cells from `position` on.
+  // Of the tile that begins at cell `first`; those of the cell `position` are at `new_scales`, or left out where that is null.
+  // Zeros for later cells.
   __device__ __forceinline__ void load(const KvCells& cells, int layer, int k_or_v, int kv_head, int first, int position,
-                                       int lane) {
+                                       const uint8_t* new_scales, int lane) {
     const uint8_t* from = cells.scales(layer, k_or_v, first, kv_head);
-    const int64_t stride = static_cast<int64_t>(cells.n_kv_heads) * (2 * BLOCKS);
+    const int stride = cells.n_kv_heads * (2 * BLOCKS);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      const int row = cell(i, lane);
+      const uint8_t* at = first + row < position ? from + row * stride : new_scales;
 #pragma unroll
       for (int w = 0; w < WORDS; ++w) words[i][w] = 0;
-      if (first + cell(i, lane) < position) read(from + cell(i, lane) * stride, words[i]);
+      if (first + row <= position && at != nullptr) read(at, words[i]);
     }
   }
 
-  // Those of the cell at `row` of the tile.
-  __device__ __forceinline__ void replace(int row, const uint8_t* from, int lane) {
+  __device__ __forceinline__ void replace(int row, const uint8_t* new_scales, int lane) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (cell(i, lane) == row) read(from, words[i]);
+      if (cell(i, lane) == row) read(new_scales, words[i]);
     }
   }
 
@@ -216,8 +218,8 @@ __device__ __forceinline__ void attend(AttendArguments a) {
   Scales<Q8_BLOCKS> k_scales, v_scales;
   if constexpr (Q8) {
     if (begin + warp < end) {
-      k_scales.load(cells, a.layer, 0, kv_head, (begin + warp) * TILE, position, lane);
-      v_scales.load(cells, a.layer, 1, kv_head, (begin + warp) * TILE, position, lane);
+      k_scales.load(cells, a.layer, 0, kv_head, (begin + warp) * TILE, position, nullptr, lane);
+      v_scales.load(cells, a.layer, 1, kv_head, (begin + warp) * TILE, position, nullptr, lane);
     }
   }
 
@@ -292,6 +294,12 @@ __device__ __forceinline__ void attend(AttendArguments a) {
     }
   }
   __syncthreads();
+  if constexpr (Q8) {
+    if (begin + warp == splits.n_tiles - 1) {  // asked for too early to have the new cell
+      k_scales.replace(position % TILE, new_scales, lane);
+      v_scales.replace(position % TILE, new_scales + Shape::SCALES_BYTES, lane);
+    }
+  }
 
   // Where a lane finds its row of q and of a tile, for load_matrices.
   const uint8_t* const q_row = q_shared + lane % 16 * Shape::Q_ROW_BYTES + lane / 16 * 16;
@@ -315,12 +323,6 @@ __device__ __forceinline__ void attend(AttendArguments a) {
   for (int tile = begin + warp; tile < end; tile += WARPS) {
     const bool last = tile == splits.n_tiles - 1;
     const int new_row = last ? position % TILE : TILE;  // where the new cell stands, if in this tile
-    if constexpr (Q8) {
-      if (last) {
-        k_scales.replace(new_row, new_scales, lane);
-        v_scales.replace(new_row, new_scales + Shape::SCALES_BYTES, lane);
-      }
-    }
 
     wait_for_copies<2 * STAGES - 1>();
     __syncwarp();
@@ -383,7 +385,9 @@ __device__ __forceinline__ void attend(AttendArguments a) {
     __syncwarp();
     tiles.copy(tile + STAGES * WARPS, 0, stage);
     if constexpr (Q8) {
-      if (tile + WARPS < end) k_scales.load(cells, a.layer, 0, kv_head, (tile + WARPS) * TILE, position, lane);
+      if (tile + WARPS < end) {
+        k_scales.load(cells, a.layer, 0, kv_head, (tile + WARPS) * TILE, position, new_scales, lane);
+      }
     }
 
     // Weights: the right operand's columns are heads, its rows cells.
@@ -455,7 +459,9 @@ __device__ __forceinline__ void attend(AttendArguments a) {
           for (int g = 0; g < GROUPS; ++g) Number::mma(out[g][2 * block + step], left, right[g][0]);
         }
       }
-      if (tile + WARPS < end) v_scales.load(cells, a.layer, 1, kv_head, (tile + WARPS) * TILE, position, lane);
+      if (tile + WARPS < end) {
+        v_scales.load(cells, a.layer, 1, kv_head, (tile + WARPS) * TILE, position, new_scales + Shape::SCALES_BYTES, lane);
+      }
     }
     __syncwarp();
     tiles.copy(tile + STAGES * WARPS, 1, stage);

@@ -328,6 +328,6 @@ extern "C" __global__ void rope_table(float2* table, const Step* step, double fr
   const int pair = threadIdx.x;
   const double angle = step->position * (scale * exp2(-2.0 * pair / head_dim * log2(freq_base)));
   double sine, cosine;
-  sincos(angle, &sine, &cosine);
+  sincospi(angle * 0.31830988618379067154, &sine, &cosine);  // in units of pi any angle is reduced exactly
   table[pair] = make_float2(static_cast<float>(cosine), static_cast<float>(sine));
 }
