@@ -86,7 +86,7 @@ DECODE = ("attend", "decode", "sample")
 
 @pytest.mark.timeout(1200)
 def test_every_kernel_compiles_for_every_architecture(nvrtc: None, cache: Path) -> None:
-    """All sources become machine code without a warning; on sm_90 a decode step's products and attention never spill."""
+    """All sources become machine code without a warning; on sm_90 the kernels of a decode step never spill."""
     results = list(compile_all(kernel_sources(), compiler.ARCHITECTURES, types=ONE_MODEL))
     assert [(result.source, result.architecture) for result in results] == [
         (path.stem, architecture) for path in kernel_sources() for architecture in compiler.ARCHITECTURES

@@ -6,9 +6,7 @@ import numpy.typing as npt
 from strata_kernels.reference.dequantize import dequantize
 
 
-def embedding(
-    tokens: npt.NDArray[np.int32], table: npt.NDArray[np.uint8], kind: int
-) -> npt.NDArray[np.float32]:
+def embedding(tokens: npt.NDArray[np.int32], table: npt.NDArray[np.uint8], kind: int) -> npt.NDArray[np.float32]:
     """Decodes only the rows that are wanted.
 
     Args:
