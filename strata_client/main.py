@@ -16,7 +16,6 @@ import click
 
 if TYPE_CHECKING:
     from strata_client.engine import Engine
-    from strata_client.models.gguf_file import ModelFile
     from strata_client.output import Output
     from strata_client.sampler import SamplerOptions
     from strata_client.tokenizer import Tokenizer
@@ -249,14 +248,15 @@ def _opened(run: RunOptions, text: str, room: int | None) -> Iterator[tuple["Eng
 
     signals = Signals()
     signals.install()
-    from strata_client.models.gguf_file import open_model_file
+    from strata_client.model_cache import models_directory, open_model
     from strata_client.models.qwen3moe import Qwen3Moe
     from strata_client.tokenizer import Tokenizer
 
     with ExitStack() as stack:
-        model_file: ModelFile = stack.enter_context(open_model_file(run.model))
+        model_file, vocabulary = open_model(run.model, models_directory())
+        stack.enter_context(model_file)
         model = Qwen3Moe(model_file)
-        tokenizer = Tokenizer(model_file.metadata)
+        tokenizer = Tokenizer(vocabulary)
         tokens = tokenizer.encode(text, special=run.special)
         if not tokens:
             raise ClientError("the prompt is empty and the model has no BOS token to start from: give some text")

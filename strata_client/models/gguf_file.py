@@ -24,6 +24,7 @@ ARRAY_DEPTH_MAX = 4
 DIMENSIONS_MAX = 4
 ALIGNMENT_DEFAULT = 32
 ALIGNMENT_MAX = 1 << 16
+SHARDS_MAX = 999  # that a file's name alone makes us open
 
 _U64 = struct.Struct("<Q")
 _KEY_BYTES_MIN = 8 + 4 + 1  # name length, type, value
@@ -68,13 +69,20 @@ class TensorInfo(NamedTuple):
     size_bytes: int
 
 
+class ArrayLength(NamedTuple):
+    """An array of the metadata of which only the length was kept."""
+
+    length: int
+
+
 class ModelFile:
     """An opened model: one file, or the shards of one in their order.
 
     Attributes:
         files: the files; their descriptors stay open until `close`.
         metadata: values by key (of the first shard). Numbers are int, float or bool; arrays of numbers are
-            numpy arrays, other arrays lists. Bytes of a string that are not UTF-8 read as `\\xNN`.
+            numpy arrays, other arrays lists, and all of them an `ArrayLength` in a model that
+            `strata_client.model_cache` knew. Bytes of a string that are not UTF-8 read as `\\xNN`.
         tensors: by name, in the order of the header.
     """
 
@@ -113,6 +121,34 @@ def open_model_file(path: str) -> ModelFile:
     return model
 
 
+def open_parts(path: str) -> list[FilePart]:
+    """Opens the file, or all shards that its name says it is one of, without reading anything.
+
+    The caller closes the descriptors. It is for `open_model_file` to say whether these files are a model.
+
+    Raises:
+        ModelError: one cannot be opened.
+    """
+    named = _SHARD_NAME.fullmatch(path)
+    paths = [path]
+    if named is not None and 1 < int(named[3]) <= SHARDS_MAX:
+        paths = [_shard_path(named, number) for number in range(int(named[3]))]
+    parts: list[FilePart] = []
+    try:
+        for one in paths:
+            parts.append(_open_part(one))
+    except BaseException:
+        for part in parts:
+            os.close(part.fd)
+        raise
+    return parts
+
+
+def _shard_path(named: re.Match[str], number: int) -> str:
+    """The path of a shard, counted from 0, of the model that a shard's name belongs to."""
+    return f"{named[1]}-{number + 1:05}-of-{named[3]}.gguf"
+
+
 def _open_shards(model: ModelFile, path: str, count: Any) -> None:
     """Opens all shards of the model that `path` belongs to."""
     named = _SHARD_NAME.fullmatch(path)
@@ -123,7 +159,7 @@ def _open_shards(model: ModelFile, path: str, count: Any) -> None:
         )
     model.metadata, model.tensors = {}, {}
     for number in range(count):
-        shard = f"{named[1]}-{number + 1:05}-of-{count:05}.gguf"
+        shard = _shard_path(named, number)
         if not os.path.exists(shard):
             raise ModelError(f"{shard}: this shard of the model is missing; download all {count} into one folder")
         split = _add_part(model, shard)
@@ -137,8 +173,8 @@ def _open_shards(model: ModelFile, path: str, count: Any) -> None:
         )
 
 
-def _add_part(model: ModelFile, path: str) -> dict[str, Any]:
-    """Opens one file, adds it to the model and returns its metadata."""
+def _open_part(path: str) -> FilePart:
+    """Opens one file for reading."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block here
     except OSError as error:
@@ -151,7 +187,12 @@ def _add_part(model: ModelFile, path: str) -> dict[str, Any]:
     except BaseException:
         os.close(fd)
         raise
-    part = FilePart(path, fd, status.st_size)
+    return FilePart(path, fd, status.st_size)
+
+
+def _add_part(model: ModelFile, path: str) -> dict[str, Any]:
+    """Opens one file, adds it to the model and returns its metadata."""
+    part = _open_part(path)
     model.files.append(part)
     metadata, tensors = _read_header(_Header(part), len(model.files) - 1)
     for tensor in tensors:

@@ -9,7 +9,7 @@ from typing import Any
 from strata_kernels.reference import can_dequantize
 
 from strata_client.models.base import ModelError
-from strata_client.models.gguf_file import ModelFile, TensorInfo
+from strata_client.models.gguf_file import ArrayLength, ModelFile, TensorInfo
 from strata_client.text import escape_controls
 
 ARCHITECTURE = "qwen3moe"
@@ -105,7 +105,12 @@ def read_params(model_file: ModelFile) -> Params:
     n_experts, top_k = keys.count("expert_count"), keys.count("expert_used_count")
     d_expert_default = _dim(model_file, ("blk.0.ffn_gate_exps.weight", "blk.0.ffn_gate.0.weight"), 1)
     n_vocab = _dim(model_file, ("token_embd.weight",), 1)
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    n_tokens = n_vocab
+    match metadata.get("tokenizer.ggml.tokens"):
+        case ArrayLength(length):
+            n_tokens = length
+        case list(tokens):
+            n_tokens = len(tokens)
     params = Params(
         n_layers=n_blocks - n_extra_layers,
         n_extra_layers=n_extra_layers,
@@ -118,7 +123,7 @@ def read_params(model_file: ModelFile) -> Params:
         top_k=top_k,
         d_expert=keys.count("expert_feed_forward_length", d_expert_default),
         n_vocab=n_vocab,
-        n_tokens=len(tokens) if isinstance(tokens, list) else n_vocab,
+        n_tokens=n_tokens,
         rms_eps=keys.positive("attention.layer_norm_rms_epsilon"),
         rope_freq_base=keys.positive("rope.freq_base", 10000.0),
         rope_scale=_rope_scale(keys),

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from strata_client.models.base import ModelError
 from strata_client.models.gguf_file import open_model_file
 from strata_client.models.qwen3moe import Qwen3Moe
-from strata_client.tokenizer import Tokenizer
+from strata_client.tokenizer import read_vocabulary
 from tests.helpers.gguf_builder import (
     ARRAY,
     BOOL,
@@ -332,7 +332,7 @@ def test_damaged_headers(
                 assert 0 <= tensor.offset_bytes <= len(data) - tensor.size_bytes
             model = Qwen3Moe(model_file)
             model.stacks()
-            Tokenizer(model_file.metadata)
+            read_vocabulary(model_file.metadata)
     except ModelError as error:
         assert len(str(error).splitlines()) == 1
     assert tracemalloc.get_traced_memory()[1] < 16 << 20
