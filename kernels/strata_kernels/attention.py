@@ -1,6 +1,7 @@
 """What a launch of the attention kernels needs: ``cuda/attend.cuh`` says what the numbers are."""
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from strata_kernels.structs import Activation, KvCells
@@ -70,15 +71,17 @@ class AttendShape(NamedTuple):
     shared_bytes: int
 
 
-def attend_shape(kv_type: str, head_dim: int, group: int) -> AttendShape:
+def attend_shape(
+    kv_type: str, head_dim: int, group: int, head_dims: Sequence[int] = HEAD_DIMS
+) -> AttendShape:
     """The kernel for cells of a type ("f16", "bf16", "q8_0"), `group` query heads to a K/V head.
 
-    Errors: `InvalidRequest` for a shape that no kernel takes.
+    `head_dims` are those that were compiled. Errors: `InvalidRequest` for a shape that no kernel takes.
     """
-    if head_dim not in HEAD_DIMS or not 1 <= group <= GROUP_MAX:
+    if head_dim not in head_dims or not 1 <= group <= GROUP_MAX:
         raise InvalidRequest(
             f"heads of {head_dim} values in groups of {group}: attention on a GPU takes heads of "
-            f"{' or '.join(map(str, HEAD_DIMS))} in groups of {GROUP_MAX} at most"
+            f"{' or '.join(map(str, head_dims))} in groups of {GROUP_MAX} at most"
         )
     heads = 8 if group <= 8 else 16
     value_bytes = 1 if kv_type == "q8_0" else 2

@@ -53,6 +53,16 @@ class KernelRunner:
             found = self._kept[-1][1].address
         return found
 
+    def upload(self) -> None:
+        """Copies every array whose address was asked for to where kernels find it, as `run` does."""
+        for array, memory in self._kept:
+            memory.upload(array)
+
+    def download(self) -> None:
+        """Fills them from there, after the launches of stream 0."""
+        for array, memory in self._kept:
+            memory.download(array)
+
     def run(
         self,
         source: str | Path,
