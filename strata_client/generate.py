@@ -129,4 +129,5 @@ def generate(
     if rest:
         emit(None, rest)
     ended = time.monotonic()
+    timings.add("decode", prompted, ended)
     return Generation(len(prompt), tokens, reason, detail, prompted - began, ended - prompted)

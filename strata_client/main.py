@@ -4,8 +4,10 @@ Only click is imported here at first; what a command needs comes when it runs, s
 that help and refusals are quick.
 """
 
+import gc
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
+
+from strata_client import timings
 
 if TYPE_CHECKING:
     from strata_client.engine import Engine
@@ -57,6 +61,7 @@ _run_options = _with_options(
     ),
     click.option("--json", "as_json", is_flag=True, help="One JSON object a line: tokens, then statistics."),
     click.option("--verbose", is_flag=True, help="Say on standard error where memory comes from."),
+    click.option("--stats", is_flag=True, help="Say on standard error, or in --json's statistics, where time went."),
 )
 
 
@@ -72,6 +77,7 @@ class RunOptions:
     kv_type: str | None
     as_json: bool
     verbose: bool
+    stats: bool
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> "RunOptions":
@@ -103,9 +109,11 @@ def cli() -> None:
 def generate(prompt: str | None, prompt_file: str | None, **options: Any) -> None:
     """Continues PROMPT (or a file, or standard input)."""
     run = RunOptions.taken_from(options)
-    from strata_client.output import Output
-    from strata_client.sampler import SamplerOptions
-    from strata_client.text import StopStrings
+    with timings.stage("imports"):
+        _begin_cuda(run)
+        from strata_client.output import Output
+        from strata_client.sampler import SamplerOptions
+        from strata_client.text import StopStrings
 
     try:
         stops = StopStrings(options.pop("stop_strings"))
@@ -155,6 +163,7 @@ def _generate(
                 "decode_s": round(done.decode_s, 4),
                 "tokens_per_s": round(done.tokens_per_s, 2),
                 "start_up_s": round(start_up_s, 3),
+                **_stages(run),
             }
         )
     else:
@@ -165,6 +174,7 @@ def _generate(
         f"strata: {done.tokens} tokens in {done.decode_s:.2f} s ({done.tokens_per_s:.1f} tok/s); "
         f"prompt of {done.prompt_tokens} tokens in {done.prompt_s:.2f} s; start-up {start_up_s:.2f} s"
     )
+    _say_stages(run)
 
 
 @cli.command()
@@ -177,9 +187,11 @@ def perplexity(file: str, save_logits: str | None, **options: Any) -> None:
     A text longer than the context is read in windows that share nothing.
     """
     run = RunOptions.taken_from(options)
-    from strata_client.output import Output, say, seconds_since_start
-    from strata_client.perplexity import perplexity as measure
-    from strata_client.perplexity import replacing
+    with timings.stage("imports"):
+        _begin_cuda(run)
+        from strata_client.output import Output, say, seconds_since_start
+        from strata_client.perplexity import perplexity as measure
+        from strata_client.perplexity import replacing
 
     text = _prompt_text(None, file)
     output = Output()
@@ -193,13 +205,14 @@ def perplexity(file: str, save_logits: str | None, **options: Any) -> None:
             raise ClientError(f"cannot write {save_logits}: {(error.strerror or str(error)).lower()}") from error
         if run.as_json:
             nll, value = (done.mean_nll, done.perplexity) if done.predicted else (None, None)
-            output.object(statistics={"tokens": done.tokens, "mean_nll": nll, "perplexity": value})
+            output.object(statistics={"tokens": done.tokens, "mean_nll": nll, "perplexity": value, **_stages(run)})
         elif done.predicted:
             output.text(f"tokens {done.tokens}  mean NLL {done.mean_nll:.6f}  perplexity {done.perplexity:.4f}\n")
         else:
             output.text(f"tokens {done.tokens}  nothing to predict\n")
         seconds = seconds_since_start() - start_up_s
         say(f"strata: {done.tokens} tokens in {seconds:.2f} s; start-up {start_up_s:.2f} s")
+        _say_stages(run)
 
 
 @cli.command()
@@ -214,6 +227,31 @@ def inspect(model: str) -> None:
     with open_model_file(model) as model_file:
         for line in inspect_lines(model_file):
             output.text(line + "\n")
+
+
+def _begin_cuda(run: RunOptions) -> None:
+    """Lets CUDA begin before anything that is slow to import."""
+    from strata_client.connection import runtime_directories
+    from strata_client.startup import begin_cuda
+
+    begin_cuda(runtime_directories(run.socket_path))
+
+
+def _stages(run: RunOptions) -> dict[str, Any]:
+    """What `--stats` adds to the statistics; zero is the start of this process."""
+    from strata_client.output import seconds_since_start
+
+    if not run.stats:
+        return {}
+    return {"stages": timings.as_objects(timings.stages(), time.monotonic() - seconds_since_start())}
+
+
+def _say_stages(run: RunOptions) -> None:
+    from strata_client.output import say, seconds_since_start
+
+    if run.stats and not run.as_json:
+        for line in timings.as_lines(timings.stages(), time.monotonic() - seconds_since_start()):
+            say(line)
 
 
 def _prompt_text(prompt: str | None, prompt_file: str | None) -> str:
@@ -248,22 +286,24 @@ def _opened(run: RunOptions, text: str, room: int | None) -> Iterator[tuple["Eng
 
     signals = Signals()
     signals.install()
-    from strata_client.model_cache import models_directory, open_model
-    from strata_client.models.qwen3moe import Qwen3Moe
-    from strata_client.tokenizer import Tokenizer
+    with timings.stage("imports"):
+        from strata_client.connection import runtime_directories
+        from strata_client.engine import open_engine
+        from strata_client.model_cache import models_directory, open_model
+        from strata_client.models.qwen3moe import Qwen3Moe
+        from strata_client.tokenizer import Tokenizer
 
     with ExitStack() as stack:
         model_file, vocabulary = open_model(run.model, models_directory())
         stack.enter_context(model_file)
-        model = Qwen3Moe(model_file)
-        tokenizer = Tokenizer(vocabulary)
-        tokens = tokenizer.encode(text, special=run.special)
+        with timings.stage("check model"):
+            model = Qwen3Moe(model_file)
+        with timings.stage("tokenizer"):
+            tokenizer = Tokenizer(vocabulary)
+            tokens = tokenizer.encode(text, special=run.special)
         if not tokens:
             raise ClientError("the prompt is empty and the model has no BOS token to start from: give some text")
         context = choose_context(run.context, model.params.context_length, len(tokens), room)
-
-        from strata_client.connection import runtime_directories
-        from strata_client.engine import open_engine
 
         def say_verbose(line: str) -> None:
             if run.verbose:
@@ -284,6 +324,8 @@ def _opened(run: RunOptions, text: str, room: int | None) -> Iterator[tuple["Eng
                     progress=progress,
                 )
             )
+        gc.freeze()  # of what the start made nothing becomes garbage
+        gc.enable()
         yield engine, tokenizer, tokens
 
 
@@ -325,9 +367,11 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 def main() -> NoReturn:
     """Runs the command line; every error is one line on standard error."""
-    from strata_client.output import keep_standard_descriptors, say
+    gc.disable()  # looking for garbage among all that imports make takes a tenth of the start
+    from strata_client.output import keep_standard_descriptors, say, seconds_since_start
 
     keep_standard_descriptors()
+    timings.add("interpreter", time.monotonic() - seconds_since_start(), time.monotonic())
     # BLAS threads that wait for each other lose more than they win on a shared host.
     cpus = len(os.sched_getaffinity(0))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", str(min(8, max(1, cpus // 2))))

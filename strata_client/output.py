@@ -25,6 +25,9 @@ class Stopped(BaseException):
         self.exit_code = exit_code
 
 
+_line_is_open = False  # text without an end of line was written to a terminal
+
+
 class Output:
     """Standard output: UTF-8 whatever the locale, each piece at once.
 
@@ -36,15 +39,15 @@ class Output:
         if sys.stdout is None:
             raise OutputError("standard output is closed: there is nowhere to write to")
         self._is_terminal = sys.stdout.isatty()
-        self._ends_line = True
 
     def text(self, text: str) -> None:
         """Writes a piece of text.
 
         Errors: `BrokenPipeError` (the reader has gone), `OutputError` (a full disk).
         """
+        global _line_is_open
         if text:
-            self._ends_line = text.endswith("\n")
+            _line_is_open = self._is_terminal and not text.endswith("\n")
             self._write((escape_controls(text) if self._is_terminal else text).encode("utf-8", "replace"))
 
     def object(self, **values: Any) -> None:
@@ -53,7 +56,7 @@ class Output:
 
     def end(self) -> None:
         """Ends a line that is open on a terminal."""
-        if self._is_terminal and not self._ends_line:
+        if _line_is_open:
             self.text("\n")
 
     @staticmethod
@@ -69,11 +72,23 @@ class Output:
 
 
 def say(text: str) -> None:
-    """One line on standard error, control characters escaped; nobody listening is no error."""
+    """One line on standard error, control characters escaped; nobody listening is no error.
+
+    On the terminal that text is written to, it does not begin within a line of that.
+    """
+    global _line_is_open
     with suppress(OSError, ValueError):
         if sys.stderr is not None:
+            if _line_is_open and _is_one_terminal():
+                sys.stderr.write("\n")
+                _line_is_open = False
             sys.stderr.write(escape_controls(text, keep="") + "\n")
             sys.stderr.flush()
+
+
+def _is_one_terminal() -> bool:
+    """Whether standard output and standard error are the same terminal. Errors: `OSError`."""
+    return os.isatty(1) and os.isatty(2) and os.fstat(1).st_rdev == os.fstat(2).st_rdev
 
 
 def keep_standard_descriptors() -> None:

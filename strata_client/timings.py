@@ -33,12 +33,16 @@ class Recorder:
         try:
             yield
         finally:
-            self._stages.append(Stage(name, threading.current_thread().name, began_s, self._clock()))
+            self.add(name, began_s, self._clock())
+
+    def add(self, name: str, began_s: float, ended_s: float) -> None:
+        """Records a stage that was not gone through with `stage`."""
+        self._stages.append(Stage(name, threading.current_thread().name, began_s, ended_s))
 
     def moment(self, name: str) -> None:
         """Records that something was reached."""
         now_s = self._clock()
-        self._stages.append(Stage(name, threading.current_thread().name, now_s, now_s))
+        self.add(name, now_s, now_s)
 
     def stages(self) -> list[Stage]:
         """What has been recorded, in the order of the beginnings."""
@@ -47,6 +51,7 @@ class Recorder:
 
 _recorder = Recorder()
 stage = _recorder.stage
+add = _recorder.add
 moment = _recorder.moment
 stages = _recorder.stages
 

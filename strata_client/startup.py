@@ -1,0 +1,76 @@
+"""What takes long at the beginning and leaves Python to others meanwhile, begun before it is needed.
+
+From its start to its first token a client imports modules, half a second that no second thread shortens, as
+only one runs Python at a time. Making CUDA's context takes as long, all of it within the driver: the two go on
+side by side. Whoever needs the context just asks the driver for it, and waits there if it is not ready yet.
+"""
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from strata_api.v1.paths import GRPC_SOCKET
+
+from strata_client import timings
+
+CUDA_LIBRARY = "libcuda.so.1"
+CUDA_DEVICE = Path("/dev/nvidiactl")
+
+Result = TypeVar("Result")
+
+
+class Begun(Generic[Result]):
+    """A function that runs in a thread of its own."""
+
+    def __init__(self, name: str, function: Callable[[], Result]) -> None:
+        """Starts it; `name` is the thread's, which the table of stages shows."""
+        self._function = function
+        self._result: Result
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name)
+        self._thread.start()
+
+    def result(self) -> Result:
+        """Waits for the function and gives what it gave, or raises what it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _run(self) -> None:
+        try:
+            self._result = self._function()
+        except BaseException as error:
+            self._error = error
+
+
+def begin_cuda(directories: Sequence[Path]) -> Begun[None] | None:
+    """Makes the CUDA context in the background if it may be needed: a GPU is there, and a daemon.
+
+    With several GPUs, which one is for the daemon to say: then only the driver is initialized. Nothing that
+    goes wrong is an error here; whoever needs CUDA meets it again.
+
+    Args:
+        directories: the daemon's runtime directories that will be tried.
+    """
+    if not CUDA_DEVICE.exists() or not any((directory / GRPC_SOCKET).exists() for directory in directories):
+        return None
+    return Begun("cuda", _make_context)
+
+
+def _make_context() -> None:
+    # Not through cuda.bindings: importing that is among what runs meanwhile.
+    try:
+        driver: Any = ctypes.CDLL(CUDA_LIBRARY)
+    except OSError:
+        return
+    with timings.stage("cuInit"):
+        if driver.cuInit(0):
+            return
+    count, context = ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuDeviceGetCount(ctypes.byref(count)) or count.value != 1:
+        return
+    with timings.stage("context"):
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)  # held until the process ends
