@@ -71,9 +71,7 @@ class AttendShape(NamedTuple):
     shared_bytes: int
 
 
-def attend_shape(
-    kv_type: str, head_dim: int, group: int, head_dims: Sequence[int] = HEAD_DIMS
-) -> AttendShape:
+def attend_shape(kv_type: str, head_dim: int, group: int, head_dims: Sequence[int] = HEAD_DIMS) -> AttendShape:
     """The kernel for cells of a type ("f16", "bf16", "q8_0"), `group` query heads to a K/V head.
 
     `head_dims` are those that were compiled. Errors: `InvalidRequest` for a shape that no kernel takes.
