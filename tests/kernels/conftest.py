@@ -1,6 +1,5 @@
 """Where the kernels of these tests run."""
 
-import os
 import secrets
 from collections.abc import Iterator
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 from strata_kernels import compiler
 
-from tests.helpers import cuda_host
+from tests.helpers.cuda_host import require_host_compiler
 from tests.helpers.kernel_runner import GpuRunner, HostRunner, KernelRunner
 from tests.helpers.require_gpu import require_gpu
 
@@ -32,11 +31,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[KernelRunner]:
         yield gpu
         gpu.forget()
         return
-    if missing := cuda_host.missing_features():
-        reason = f"kernels cannot run on this host; missing: {'; '.join(missing)}"
-        if os.environ.get("STRATA_REQUIRE_HOST_COMPILER") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
+    require_host_compiler()
     runner = HostRunner()
     yield runner
     runner.close()

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers import cuda_host
-from tests.helpers.cuda_host import GuardedMemory, HostKernelError, HostKernels
+from tests.helpers.cuda_host import GuardedMemory, HostKernelError, HostKernels, require_host_compiler
 
 SOURCE = Path(__file__).with_name("cuda_host_kernels.cu")
 
@@ -19,8 +18,7 @@ class Pair(ctypes.Structure):
 @pytest.fixture(scope="module")
 def host() -> HostKernels:
     """The kernels beside this file."""
-    if missing := cuda_host.missing_features():
-        pytest.skip(f"kernels cannot run on this host; missing: {'; '.join(missing)}")
+    require_host_compiler()
     return HostKernels.compile(SOURCE)
 
 
@@ -243,7 +241,7 @@ def test_shared_memory(host: HostKernels) -> None:
         host.launch("beyond_dynamic_shared", 1, 1, [0], shared_bytes=232449)
 
 
-def test_compile_errors(tmp_path: Path) -> None:
+def test_compile_errors(host: HostKernels, tmp_path: Path) -> None:
     """A source that does not compile raises the compiler's messages."""
     path = tmp_path / "broken.cu"
     path.write_text('extern "C" __global__ void broken(int* x) { x[0] = unknown; }\n')

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 from strata_kernels.compiler import SOURCES, cache_directory, types_macro
 from strata_kernels.launch import Dimensions, as_value, dimensions
 
@@ -69,9 +70,14 @@ class _Failure(ctypes.Structure):
     _fields_ = (("message", ctypes.c_char_p), ("address", ctypes.c_size_t), ("code", ctypes.c_size_t))
 
 
-def missing_features() -> list[str]:
-    """What this host lacks for running kernels, by name; empty where it can."""
-    return [] if shutil.which("g++") else ["the host compiler g++"]
+def require_host_compiler() -> None:
+    """Skips a test where kernels cannot be compiled for the host; fails instead with STRATA_REQUIRE_HOST_COMPILER=1."""
+    if shutil.which("g++"):
+        return
+    reason = "kernels cannot run on this host; missing: the host compiler g++"
+    if os.environ.get("STRATA_REQUIRE_HOST_COMPILER") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 class HostKernels:
