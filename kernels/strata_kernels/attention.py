@@ -12,6 +12,7 @@ GROUP_MAX = 16
 """Query heads of a K/V head."""
 
 STORE_THREADS = 256
+PROMPT_ROWS = 64
 
 _RING_BYTES_MAX = 74 * 1024
 _TILE = 16
@@ -63,6 +64,20 @@ def store_kv_grid(n: int, n_heads: int, n_kv_heads: int) -> int:
     return -(-n * (n_heads + 2 * n_kv_heads) * 32 // STORE_THREADS)
 
 
+class PromptArguments(ctypes.Structure):
+    """The one argument of ``attend_prompt_TYPE_DIM``."""
+
+    _fields_ = (
+        ("q", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("cells", KvCells),
+        ("layer", ctypes.c_int32),
+        ("n_heads", ctypes.c_int32),
+        ("position", ctypes.c_int32),
+        ("n", ctypes.c_int32),
+    )
+
+
 class AttendShape(NamedTuple):
     """A launch of ``attend``: the kernel's name, threads of a block and bytes of shared memory."""
 
@@ -97,3 +112,21 @@ def attend_shape(kv_type: str, head_dim: int, group: int, head_dims: Sequence[in
 def workspace_bytes(n_heads: int, n_kv_heads: int, head_dim: int, n_splits: int) -> int:
     """The workspace of ``attend``: zero before the first launch, aligned to 16 bytes."""
     return (n_kv_heads * 4 + 15) // 16 * 16 + n_heads * n_splits * (head_dim * 4 + 8)
+
+
+def attend_prompt_shape(kv_type: str, head_dim: int, head_dims: Sequence[int] = HEAD_DIMS) -> AttendShape:
+    """As `attend_shape`, for ``attend_prompt``. Errors: `InvalidRequest`."""
+    if head_dim not in head_dims:
+        raise InvalidRequest(
+            f"heads of {head_dim} values: attention on a GPU takes heads of {' or '.join(map(str, head_dims))}"
+        )
+    cells = 64 if head_dim <= 128 else 32
+    row_bytes = 2 * head_dim + 16
+    shared_bytes = 2 * cells * (row_bytes + head_dim) if kv_type == "q8_0" else 4 * cells * row_bytes
+    q_bytes = 0 if head_dim <= 128 else PROMPT_ROWS * row_bytes
+    return AttendShape(f"attend_prompt_{kv_type}_{head_dim}", 2 * PROMPT_ROWS, shared_bytes + q_bytes)
+
+
+def attend_prompt_grid(n: int, n_heads: int, n_kv_heads: int) -> tuple[int, int]:
+    """Blocks of ``attend_prompt`` for n tokens."""
+    return n_kv_heads, -(-n * (n_heads // n_kv_heads) // PROMPT_ROWS)

@@ -405,11 +405,11 @@ __device__ __forceinline__ void attend(AttendArguments a) {
       now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, 1));
       now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, 2));
       now = fmaxf(now, largest[g]);
-      const float factor = exp2f(largest[g] - now);
+      const float factor = exp2_fast(largest[g] - now);
       largest[g] = now;
       float w[2][2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) w[i / 2][i % 2] = exp2f(scores[g][i / 2][i % 2] - now);
+      for (int i = 0; i < 4; ++i) w[i / 2][i % 2] = exp2_fast(scores[g][i / 2][i % 2] - now);
       weights[g] = weights[g] * factor + ((w[0][0] + w[0][1]) + (w[1][0] + w[1][1]));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -508,7 +508,7 @@ __device__ __forceinline__ void attend(AttendArguments a) {
       for (int w = 0; w < WARPS; ++w) {
         if (w >= n_warps) continue;
         const float2 sum = sums[w * HEADS + head];
-        const float factor = exp2f(sum.x - total_largest);
+        const float factor = exp2_fast(sum.x - total_largest);
         const float* from = reinterpret_cast<const float*>(shared + w * Shape::RING_BYTES) + head * Shape::OUT_ROW;
         const float4 part = reinterpret_cast<const float4*>(from)[quad % QUADS];
         total += factor * sum.y;
@@ -561,7 +561,7 @@ __device__ __forceinline__ void attend(AttendArguments a) {
         float now = total_largest;
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) now = fmaxf(now, sum[i].x);
-        const float before = exp2f(total_largest - now);
+        const float before = exp2_fast(total_largest - now);
         total_largest = now;
         total *= before;
         value.x *= before;
@@ -570,7 +570,7 @@ __device__ __forceinline__ void attend(AttendArguments a) {
         value.w *= before;
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
-          const float factor = exp2f(sum[i].x - now);
+          const float factor = exp2_fast(sum[i].x - now);
           total += factor * sum[i].y;
           value.x += factor * some[i].x;
           value.y += factor * some[i].y;

@@ -39,6 +39,13 @@ __device__ __forceinline__ int dot4(uint32_t a, uint32_t b, int sum) {
   return __dp4a(static_cast<int>(a), static_cast<int>(b), sum);
 }
 
+// ---- Exponential function: 2^x within 2^-22 of it; 0 where that is less than 2^-126.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // ---- Loads of what is read once: not kept in the L1 cache. `p` is aligned to 16 bytes.
 __device__ __forceinline__ uint4 load_once(const void* p) {
   uint4 v;

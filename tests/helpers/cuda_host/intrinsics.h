@@ -10,6 +10,8 @@ inline void let_next_start() {}
 
 inline int dot4(uint32_t a, uint32_t b, int sum) { return __dp4a(static_cast<int>(a), static_cast<int>(b), sum); }
 
+inline float exp2_fast(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
+
 inline uint4 load_once(const void* p, STRATA_HERE) {
   if (reinterpret_cast<uintptr_t>(p) % 16 != 0) {
     strata_host::fail("load_once (%s:%d) from %p, which is not aligned to 16", site.file, site.line, p);
