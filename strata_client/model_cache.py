@@ -41,7 +41,8 @@ SETTLED_S = 2
 """What was changed less than this before it was read is not kept: the files' times may not tell a further change."""
 
 _MAGIC = b"strata model 1\n\0"
-_HEAD = struct.Struct("<16sQQ")
+_HEAD = struct.Struct("<16sQ")
+_LENGTH = struct.Struct("<Q")
 _SUFFIX = ".model"
 _ARRAYS = {"data": "<u1", "ends": "<i8", "hashes": "<u8", "slots": "<i4", "merges": "<i4"}
 _READERS = (__file__, gguf_file.__file__, tokenizer.__file__, tensor_type.__file__)
@@ -186,22 +187,21 @@ def _packed(model_file: ModelFile, vocabulary: Vocabulary, identity: Identity) -
             "arrays": {name: array.shape for name, array in arrays.items()},
         }
     ).encode()
-    body = b"".join(_aligned(piece) for piece in (header, *(array.tobytes() for array in arrays.values())))
-    return _HEAD.pack(_MAGIC, zlib.crc32(body), len(header)) + body
-
-
-def _aligned(piece: bytes) -> bytes:
-    return piece + bytes(-len(piece) % 8)
+    pieces = [_LENGTH.pack(len(header)), header, *(array.tobytes() for array in arrays.values())]
+    body = b"".join(piece + bytes(-len(piece) % 8) for piece in pieces)
+    return _HEAD.pack(_MAGIC, zlib.crc32(body)) + body
 
 
 def _unpacked(contents: bytes) -> tuple[dict[str, Any], memoryview]:
     """An entry's header, and the bytes of its arrays. Errors: `ValueError`, `struct.error`."""
-    magic, checksum, n_bytes = _HEAD.unpack_from(contents)
+    magic, checksum = _HEAD.unpack_from(contents)
     body = memoryview(contents)[_HEAD.size :]
     if magic != _MAGIC or zlib.crc32(body) != checksum:
         raise ValueError("not an entry, or a damaged one")
-    header: dict[str, Any] = json.loads(bytes(body[:n_bytes]))
-    return header, body[n_bytes + -n_bytes % 8 :]
+    (n_bytes,) = _LENGTH.unpack_from(body)
+    rest = body[_LENGTH.size :]
+    header: dict[str, Any] = json.loads(bytes(rest[:n_bytes]))
+    return header, rest[n_bytes + -n_bytes % 8 :]
 
 
 def _model_file(header: dict[str, Any], parts: list[FilePart]) -> ModelFile:
