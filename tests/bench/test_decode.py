@@ -1,0 +1,153 @@
+"""How fast a model of Qwen3-30B-A3B's shape decodes on one GPU, all of it resident and not."""
+
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from strata_api.v1 import pages
+
+from strata_client.engine import open_engine
+from strata_client.models.gguf_file import open_model_file
+from strata_client.models.qwen3moe import Qwen3Moe
+from strata_client.output import Signals
+from strata_client.sampler import SamplerOptions
+from tests.bench import report
+from tests.bench.report import Row
+from tests.helpers.cuda_peer import GIB, Machine
+from tests.helpers.require_gpu import require_gpu
+from vmmd.driver import cuda_calls
+from vmmd.driver.cuda_calls import call
+
+pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(900)]
+
+TOKENS = 128
+WARMING = 512
+DEPTH = 16384
+EXPERTS_GIB = 16.4
+REST_GIB = 1.9
+"""Weights, and K/V of the warming."""
+
+CAPS = (
+    # share resident, tokens a second wanted, llama.cpp's
+    (0.75, 400, 79),
+    (0.50, 200, 49),
+    (0.25, 90, 35),
+)
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    """The GPU."""
+    require_gpu()
+    return Machine.real()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """18.5 GB of random weights, some experts hotter than others."""
+    path = tmp_path_factory.mktemp("model") / "m30.gguf"
+    arguments = [str(path), "--mix", "q4_k_m", "--skew", "0.5"]
+    subprocess.run([sys.executable, "-m", "tests.bench.make_random_gguf", *arguments], check=True)
+    yield path
+    path.unlink()
+
+
+@contextmanager
+def opened(machine: Machine, path: Path, context: int, config: str = "") -> Iterator[Any]:
+    """An engine with a daemon of its own."""
+    config = f"host_cap_bytes = {40 * GIB}\nheat_interval_s = 0.1\ngive_back_delay_s = 0.2\n{config}"
+    with machine.daemon(config) as daemon, open_model_file(str(path)) as model_file:
+        lines: list[str] = []
+        with open_engine(
+            Qwen3Moe(model_file),
+            model_file,
+            [daemon.directory],
+            context=context,
+            device=None,
+            kv_type=None,
+            say=lines.append,
+            say_verbose=lines.append,
+            signals=Signals(),
+            progress=lambda filled, total: None,
+        ) as engine:
+            yield engine
+
+
+def tokens_per_s(engine: Any, prompt: int, tokens: int = TOKENS) -> float:
+    """Decodes after a prompt of so many tokens."""
+    engine.restart()
+    engine.prepare(prompt)
+    engine.begin([i * 7919 % 150000 for i in range(prompt)], SamplerOptions(temperature=0))
+    engine.next_token()
+    began = time.perf_counter()
+    for _ in range(tokens):
+        assert engine.has_room()
+        engine.next_token()
+    return tokens / (time.perf_counter() - began)
+
+
+def kernel_times_us(engine: Any) -> list[tuple[str, int, float]]:
+    """Name, number in a step, and time of each kernel, from replays of a graph of those of one name alone."""
+    decoder, device = engine._decoder, engine._device
+    cu, found = device.cu, []
+    for name, count in Counter(name for name, _ in decoder.launches).items():
+        call(cu.cuStreamBeginCapture, device.stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        for other, launch in decoder.launches:
+            if other == name:
+                launch()
+        graph = call(cu.cuGraphInstantiate, call(cu.cuStreamEndCapture, device.stream), 0)
+        times = []
+        for _ in range(20):
+            begin, end = (call(cu.cuEventCreate, 0) for _ in range(2))
+            call(cu.cuEventRecord, begin, device.stream)
+            call(cu.cuGraphLaunch, graph, device.stream)
+            call(cu.cuEventRecord, end, device.stream)
+            device.synchronize()
+            times.append(call(cu.cuEventElapsedTime, begin, end) * 1000)
+        found.append((name, count, statistics.median(times)))
+    line = engine._opened.steps.line  # `sample` alone has retired steps that nobody launched
+    line[pages.WORD_RETIRED] = line[pages.WORD_LAUNCHED]
+    return found
+
+
+def write(name: str, rows: list[Row]) -> None:
+    """Reports figures of the first GPU."""
+    gpus, _ = cuda_calls.find_gpus(cuda_calls.bindings())
+    version = Path("/sys/module/nvidia/version")
+    driver = f"NVIDIA {version.read_text().strip()}" if version.exists() else "NVIDIA"
+    report.write(name, gpus[0].name, driver, rows)
+
+
+def test_resident(machine: Machine, model_path: Path) -> None:
+    """All experts on the GPU: from an empty context, deep in one, and kernel by kernel."""
+    with opened(machine, model_path, DEPTH + 2 * TOKENS) as engine:
+        rates = [tokens_per_s(engine, 6) for _ in range(3)]
+        rows = [Row("all resident, 128 tokens from an empty context", max(rates), "tok/s", "higher", 620, 2250, 310)]
+        gb_per_s = max(rates) * 2.0
+        rows.append(Row("the same as a share of the HBM limit", gb_per_s / 45, "%", "higher", 28, 100, 14))
+        rows.append(Row("at depth 16,384", tokens_per_s(engine, DEPTH), "tok/s", "higher", 480, None, 242))
+        rows += [
+            Row(f"{count} x {name}, alone in a graph", us, "us", "lower") for name, count, us in kernel_times_us(engine)
+        ]
+    write("decode", rows)
+
+
+def test_partly_resident(machine: Machine, model_path: Path) -> None:
+    """Device memory capped so that a share of the experts is resident, after tokens that made the hot ones known."""
+    rows = []
+    for share, wanted, peer in CAPS:
+        config = f"cap_bytes = {int((REST_GIB + share * EXPERTS_GIB) * GIB)}\n"
+        with opened(machine, model_path, 1024, config) as engine:
+            rate = tokens_per_s(engine, WARMING)
+            rate = max(rate, tokens_per_s(engine, WARMING))
+            resident = 1 - float(engine._table.in_host.mean())
+        rows.append(Row(f"{share:.0%} of the experts resident, skew 0.5", rate, "tok/s", "higher", wanted, None, peer))
+        rows.append(Row(f"{share:.0%}: experts in slots at the end", 100 * resident, "%", "higher"))
+    write("decode-capped", rows)
