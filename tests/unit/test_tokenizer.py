@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from strata_client import tokenizer as tokenizer_module
 from strata_client.models.base import ModelError
 from strata_client.models.gguf_file import open_model_file
 from strata_client.text import Utf8Stream
 from strata_client.tokenizer import Tokenizer, read_vocabulary
 from tests.helpers.gguf_builder import DATA, byte_tokens, small_keys
+from tests.helpers.vocabulary import merged_tokens, sample_text
 
 SHIPPED = Path(__file__).parents[2] / "strata_client" / "data" / "tiny-IQ3_S.gguf"
 
@@ -146,6 +148,78 @@ def test_merges_that_make_no_token_are_left_out() -> None:
     """A merge whose result is not in the vocabulary does nothing."""
     tokenizer = tokenizer_of(small_keys(merges=["h e", "x y"]))
     assert len(tokenizer.encode("hexy", add_bos=False)) == 3
+
+
+def made_up(pre: str) -> dict[str, Any]:
+    """A vocabulary with long tokens, tokens that are there twice, and merges that make nothing."""
+    tokens, merges = merged_tokens(3000)
+    for n in (2, 4, 8, 16, 32, 64):
+        merges.append(f"{'Ġ' * (n // 2)} {'Ġ' * (n // 2)}")
+        tokens.append("Ġ" * n)
+    tokens += ["中", "th", tokens[700], "<|endoftext|>"]
+    return small_keys(
+        tokens=tokens,
+        merges=[*merges, merges[5], "no token"],
+        token_type=[1] * len(tokens),
+        pre=pre,
+        eos_token_id=len(tokens) - 1,
+        add_bos_token=False,
+    )
+
+
+TEXTS = st.one_of(
+    st.text(),
+    st.builds(sample_text, st.integers(1, 60), st.integers(0, 1000)),
+    st.text(alphabet="eta n\n", max_size=300),
+)
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe"])
+def test_tokens_that_do_not_occur_change_nothing(pre: str) -> None:
+    """Merging with the tokens alone that occur in the texts makes the tokens that all of them would."""
+    vocabulary = read_vocabulary(made_up(pre))
+    growing, whole = Tokenizer(vocabulary), Tokenizer(vocabulary)
+    whole._know(np.ones(whole.n_tokens, np.bool_) & (vocabulary.slots < len(vocabulary.hashes)))
+
+    @settings(deadline=None)
+    @given(text=TEXTS)
+    def check(text: str) -> None:
+        expected = whole.encode(text)
+        fresh = Tokenizer(vocabulary)
+        assert fresh.encode(text) == expected
+        assert growing.encode(text) == expected
+        assert set(expected) <= set(np.flatnonzero(fresh._known).tolist())
+
+    check()
+
+
+def test_few_tokens_are_told_for_a_prompt() -> None:
+    """For a prompt a small part of the vocabulary is enough; for a book all of it is told."""
+    vocabulary = read_vocabulary(made_up("qwen2"))
+    few, all_of_it = Tokenizer(vocabulary), Tokenizer(vocabulary)
+    few.encode("eta the teta")
+    assert 256 < few._known.sum() < 400
+    all_of_it.encode("e" * (tokenizer_module.SEARCHED_BYTES_MAX + 1))
+    assert all_of_it._known.sum() == (vocabulary.slots < len(vocabulary.hashes)).sum() > 3000
+
+
+def test_hashes_that_are_all_the_same_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many tokens share a hash, the tokens of a text are the same."""
+    text = sample_text(50)
+    expected = tokenizer_of(made_up("qwen2")).encode(text)
+    monkeypatch.setattr(tokenizer_module, "_FACTOR", 0)
+    assert tokenizer_of(made_up("qwen2")).encode(text) == expected
+
+
+def test_bytes_that_are_added_tokens_stay_bytes() -> None:
+    """A control or user-defined token of one character still merges as the byte that it spells."""
+    bang, space = byte_tokens().index("!") + 1, byte_tokens().index("Ġ") + 1
+    types = [3] + [1] * 258
+    types[space] = 4
+    tokenizer = tokenizer_of(small_keys(eos_token_id=bang, token_type=types, add_bos_token=False))
+    assert tokenizer.encode("! !") == [bang, space, bang]
+    assert tokenizer.token_bytes(bang) == b""
+    assert tokenizer.token_bytes(space) == "Ġ".encode()
 
 
 def test_large_vocabulary_is_quick() -> None:
