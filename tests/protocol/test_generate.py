@@ -174,6 +174,41 @@ def test_device_that_is_not_there_is_one_line(daemon: Daemon) -> None:
     assert "HOST-SIM-0" in _lines(done)[0]
 
 
+def test_kv_of_other_types_needs_a_gpu(daemon: Daemon) -> None:
+    """On the host K/V is float32: another --kv-type is refused in a line that says so."""
+    done = daemon.generate(PROMPT, "--kv-type", "q8_0")
+    assert done.returncode == 1
+    assert len(_lines(done)) == 1
+    assert "--kv-type q8_0" in _lines(done)[0]
+    assert "f32" in _lines(done)[0]
+    assert _tokens(daemon.generate(PROMPT, "--kv-type", "f32", "--max-tokens", "2", "--json", "--seed", "1"))
+
+
+def test_text_is_the_same_from_a_kept_model(daemon: Daemon, tmp_path: Path) -> None:
+    """The first program that opens a model keeps what its header says; the next one does without and says the same."""
+    environ = {**os.environ, "XDG_CACHE_HOME": os.fspath(tmp_path)}
+    arguments = (PROMPT, "--json", "--stats", "--max-tokens", "8", "--seed", "1")
+    runs = [daemon.generate(*arguments, env=environ) for _ in range(2)]
+    assert _tokens(runs[0]) == _tokens(runs[1])
+    stages = [
+        {row["stage"] for row in json.loads(done.stdout.splitlines()[-1])["statistics"]["stages"]} for done in runs
+    ]
+    assert stages[0] - stages[1] == {"read header", "read vocabulary", "keep model"}
+    assert len(list((tmp_path / "strata" / "models").iterdir())) == 1
+
+
+def test_stats_say_where_time_went(daemon: Daemon) -> None:
+    """--stats prints a line a stage after all else, from the interpreter's start to decoding; without it none."""
+    done = daemon.generate(PROMPT, "--max-tokens", "3", "--stats")
+    assert done.returncode == 0
+    line, head, *rows = _lines(done)
+    assert line.startswith("strata: 3 tokens in ")
+    assert head.split() == ["began", "s", "took", "s", "thread"]
+    names = [row[: head.index(" began") - 1].strip() for row in rows]
+    assert {"interpreter", "imports", "tokenizer", "connect", "open", "prefill", "first token", "decode"} <= set(names)
+    assert len(_lines(daemon.generate(PROMPT, "--max-tokens", "3"))) == 1
+
+
 def test_full_disk_is_one_line_about_space(daemon: Daemon) -> None:
     """Text that cannot be written ends the program with one line."""
     with open("/dev/full", "wb") as full:
