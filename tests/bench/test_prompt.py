@@ -19,13 +19,14 @@ from strata_kernels.structs import Heat, Matrix
 
 from strata_client.gpu.address_table import AddressTable
 from strata_client.gpu.device import Device
-from strata_client.gpu.prompt import STAGING_BYTES
 from strata_client.gpu.streaming import ExpertStream
 from tests.bench import report
 from tests.bench.report import Row
 from tests.helpers.matrices import random_matrix
 from tests.helpers.require_gpu import require_gpu
 from vmmd.driver.cuda_calls import bindings, call, find_gpus
+
+STAGING_BYTES = 128 << 20
 
 pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(600)]
 
