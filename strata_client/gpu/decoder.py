@@ -113,7 +113,7 @@ class Decoder:
         params = model.params
         d_attention = params.n_heads * params.head_dim
         n = params.n_layers * params.n_experts
-        self.splits = max(1, 2 * device.multiprocessors // params.n_kv_heads)
+        self.splits = attention.attend_splits(device.multiprocessors, params.n_kv_heads)
         self.buffers = Buffers(
             {
                 "step": ctypes.sizeof(Step),
