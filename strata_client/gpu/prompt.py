@@ -1,0 +1,319 @@
+"""Chunks of a prompt through a model's layers on one GPU. `docs/kernels.md` tells what the kernels do.
+
+Everything is enqueued: no result comes back to the host before the chunk's last
+launch, whose successor turns the last token's row into logits.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from strata_kernels import prompt as shapes
+from strata_kernels import structs
+from strata_kernels.attention import (
+    STORE_THREADS,
+    PromptArguments,
+    StoreArguments,
+    attend_prompt_grid,
+    attend_prompt_shape,
+    store_kv_grid,
+)
+from strata_kernels.launch import Dimensions, Kernels, Launch
+from strata_kernels.prompt import Experts, Groups, HalfRows
+from strata_kernels.structs import Activation, Heat, KvCells, Matrix
+
+from strata_client.gpu.address_table import AddressTable
+from strata_client.gpu.decoder import Buffers, Weights
+from strata_client.gpu.device import Device
+from strata_client.gpu.streaming import ExpertStream
+from strata_client.mapping import ClientMemory
+from strata_client.models.base import I32
+from strata_client.models.qwen3moe import Qwen3Moe
+from vmmd.errors import InvalidRequest
+
+TOKENS_MAX = 512
+"""Tokens of a chunk, unless more are asked for."""
+
+TOKENS_IN_PLACE = 8
+"""Up to so many tokens, experts in host slabs are read where they lie: few of them are wanted at all."""
+
+KV_NAMES = {structs.KV_F16: "f16", structs.KV_BF16: "bf16", structs.KV_Q8_0: "q8_0"}
+
+STAGING_BYTES = 128 << 20
+"""For experts in host slabs, unless more are asked for."""
+
+
+class _Launches:
+    """Prepares launches for chunks of any length: all read the same `n` and `position`, and n makes their grids."""
+
+    def __init__(self, kernels: Kernels, device: Device, n: int) -> None:
+        self.n = ctypes.c_int32(n)
+        self.position = ctypes.c_int32(0)
+        self._kernels = kernels
+        self._stream = device.stream
+        self._sized: list[tuple[Launch, Callable[[int], Dimensions]]] = []
+
+    def prepare(
+        self, name: str, grid: Callable[[int], Dimensions], block: int, *args: Any, shared_bytes: int = 0
+    ) -> Launch:
+        """A launch with arguments as `strata_kernels.launch.as_value` takes them."""
+        size = grid(self.n.value)
+        launch = self._kernels.prepare(name, size, block, args, shared_bytes, self._stream, programmatic=True)
+        self._sized.append((launch, grid))
+        return launch
+
+    def prepare_tiles(self, name: str, grid: Callable[[int], Dimensions], *args: Any) -> Launch:
+        """A launch of matrix products."""
+        return self.prepare(name, grid, shapes.TILE_THREADS, *args, shared_bytes=shapes.TILE_SHARED_BYTES)
+
+    def resize(self, n: int) -> None:
+        """Chunks of n tokens from now on."""
+        if n != self.n.value:
+            self.n.value = n
+            for launch, grid in self._sized:
+                launch.resize(grid(n))
+
+
+class Prompt:
+    """A model's prompt processing on one GPU. For the thread that publishes steps.
+
+    Attributes:
+        tokens_max: the most tokens of a chunk.
+        buffers: `x` float32 `[n, d_model]`, the residual after the last layer, and what passes between kernels.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        kernels: Kernels,
+        model: Qwen3Moe,
+        memory: ClientMemory,
+        kv: KvCells,
+        *,
+        table: int,
+        heat: int,
+        h: Activation,
+        stream: ExpertStream,
+        tokens_max: int = TOKENS_MAX,
+    ) -> None:
+        """Prepares the launches.
+
+        Args:
+            device: where chunks run.
+            kernels: `SOURCES`, compiled for the model's types.
+            model: checked; its weights and experts are mapped in `memory`.
+            memory: of the model.
+            kv: the sequence's cells.
+            table: address of the address table on the device, as decode has it.
+            heat: address of the heat page's prompt counts, uint64 `[n_layers, n_experts]`, for kernels.
+            h: what `head` takes; holds the last token's row after a chunk.
+            stream: brings experts that are in host slabs.
+            tokens_max: the most tokens of a chunk.
+
+        Errors: `ModelError`, `DriverError`.
+        """
+        self.tokens_max = tokens_max
+        self._device = device
+        self._model = model
+        self._weights = Weights(model, memory)
+        self._kv = kv
+        self._table = table
+        self._heat = heat
+        self._stream = stream
+        self._order_is_there = False
+        params = model.params
+        d_attention = params.n_heads * params.head_dim
+        d_qkv = d_attention + 2 * params.n_kv_heads * params.head_dim
+        n, pairs = tokens_max, tokens_max * params.top_k
+        pairs_bytes, first_tiles_bytes, tiles_bytes = Groups.sizes_bytes(n, params.n_experts, params.top_k)
+        # The experts' results come when attention is over.
+        attention_bytes, results_bytes = 4 * n * d_qkv + 2 * (2 * n * d_attention), 4 * pairs * params.d_model
+        self.buffers = Buffers(
+            {
+                "tokens": 4 * n,
+                "x": 4 * n * params.d_model,
+                "halves": 2 * n * params.d_model,
+                "floats": 4 * n * params.d_model,
+                "scores": 4 * n * params.n_experts * shapes.router_splits(params.d_model),
+                "experts": 4 * pairs,
+                "weights": 4 * pairs,
+                "pairs": pairs_bytes,
+                "first_tiles": first_tiles_bytes,
+                "tiles": tiles_bytes,
+                "order": 4 * params.n_layers * params.n_experts,
+                "heat": 8 * params.n_layers * params.n_experts,
+                "hidden": 2 * pairs * params.d_expert,
+                "hidden_scales": 4 * pairs * -(-params.d_expert // shapes.SCALE_WIDTH),
+                "results": max(results_bytes, attention_bytes),
+                "rope": 4 * n * params.head_dim,
+            }
+        )
+        self._launches = _Launches(kernels, device, n)
+        self._experts = Experts()  # what the next launch over experts computes
+        buffers, weights = self.buffers, self._weights
+        self._embed = self._launches.prepare(
+            "embed_prompt", lambda n: n, shapes.ROW_THREADS,
+            weights.matrix("token_embd.weight"), buffers["tokens"], buffers["x"], self._launches.n, params.d_model,
+        )  # fmt: skip
+        self._rope = self._launches.prepare(
+            "rope_table_prompt", lambda n: n, params.head_dim // 2,
+            buffers["rope"], self._launches.position, ctypes.c_double(params.rope_freq_base),
+            ctypes.c_double(params.rope_scale), params.head_dim,
+        )  # fmt: skip
+        self._arguments: list[StoreArguments | PromptArguments] = []  # that hold n and position
+        self._attention = [self._prepare_attention(layer) for layer in range(params.n_layers)]
+        self._mixture = [self._prepare_mixture(layer) for layer in range(params.n_layers)]
+        self._last = self._launches.prepare(
+            "last_activation", lambda _: -(-params.d_model // 16 // shapes.ROW_THREADS), shapes.ROW_THREADS,
+            buffers["x"], weights.vector("output_norm.weight"), h, self._launches.n, params.d_model,
+        )  # fmt: skip
+
+    def enqueue(self, tokens: I32, position: int, table: AddressTable) -> None:
+        """Enqueues a chunk.
+
+        Args:
+            tokens: int32 `[n]`, 1 to `tokens_max`; may change at once.
+            position: cell of the first; the cells before it are filled, and there is memory for all.
+            table: where experts are, for the step that was published; its words are on the device.
+
+        Errors: `InvalidRequest`, `DriverError`.
+        """
+        n = len(tokens)
+        if not 0 < n <= self.tokens_max:
+            raise InvalidRequest(f"a chunk of {n} tokens; 1 to {self.tokens_max} can be computed at once")
+        self._device.upload(self.buffers["tokens"].value, np.ascontiguousarray(tokens, np.int32))
+        is_in_place = n <= TOKENS_IN_PLACE
+        if (not is_in_place and self._stream.begin(table)) or not self._order_is_there:
+            self._device.upload(self.buffers["order"].value, self._stream.order)
+            self._order_is_there = True
+        self._launches.resize(n)
+        self._launches.position.value = position
+        for arguments in self._arguments:
+            arguments.n, arguments.position = n, position
+        self._embed()
+        self._rope()
+        for layer, (attention, mixture) in enumerate(zip(self._attention, self._mixture, strict=True)):
+            for launch in attention:
+                launch()
+            self._enqueue_mixture(layer, mixture, is_in_place)
+        self._last()
+
+    def close(self) -> None:
+        """Frees the memory; nothing may run."""
+        self.buffers.close()
+
+    def _prepare_norm(self, name: str, *, floats: bool) -> Launch:
+        """The residual, normed."""
+        buffers, params = self.buffers, self._model.params
+        return self._launches.prepare(
+            "rms_norm_prompt", lambda n: n, shapes.ROW_THREADS,
+            buffers["x"], self._weights.vector(name), buffers["halves"],
+            buffers["floats"] if floats else ctypes.c_uint64(0), self._launches.n, params.d_model, params.rms_eps,
+        )  # fmt: skip
+
+    def _prepare_attention(self, layer: int) -> list[Launch]:
+        """The launches of a layer's attention, in their order."""
+        params, buffers, weights = self._model.params, self.buffers, self._weights
+        blk = f"blk.{layer}."
+        q, k, v = (weights.matrix(f"{blk}attn_{name}.weight") for name in "qkv")
+        output, none = weights.matrix(blk + "attn_output.weight"), Matrix(0, 0, 0)
+        d_attention, d_qkv = q.rows, q.rows + k.rows + v.rows
+        qkv = buffers["results"]
+        turned = qkv.value + 4 * self.tokens_max * d_qkv
+        attended = turned + 2 * self.tokens_max * d_attention
+        store = StoreArguments(
+            qkv.value, qkv.value + 4 * d_attention, qkv.value + 4 * (d_attention + k.rows),
+            weights.vector(blk + "attn_q_norm.weight").value, weights.vector(blk + "attn_k_norm.weight").value,
+            buffers["rope"].value, turned, self._kv, d_qkv, layer, params.n_heads, 0, 0, params.rms_eps,
+        )  # fmt: skip
+        attend = PromptArguments(turned, attended, self._kv, layer, params.n_heads, 0, 0)
+        self._arguments += [store, attend]
+        shape = attend_prompt_shape(KV_NAMES[self._kv.type], params.head_dim)
+        rows = HalfRows.unscaled(buffers["halves"].value, params.d_model)
+        prepare, n = self._launches.prepare_tiles, self._launches.n
+        return [
+            self._prepare_norm(blk + "attn_norm.weight", floats=False),
+            prepare(
+                "matmul_prompt", lambda n: shapes.matmul_grid(n, q.rows, k.rows, v.rows),
+                rows, q, k, v, qkv, n, d_qkv, 0,
+            ),
+            self._launches.prepare(
+                "store_kv_f32", lambda n: store_kv_grid(n, params.n_heads, params.n_kv_heads), STORE_THREADS, store
+            ),
+            self._launches.prepare(
+                shape.name, lambda n: attend_prompt_grid(n, params.n_heads, params.n_kv_heads), shape.threads, attend,
+                shared_bytes=shape.shared_bytes,
+            ),
+            prepare(
+                "matmul_prompt", lambda n: shapes.matmul_grid(n, output.rows),
+                HalfRows.unscaled(attended, d_attention), output, none, none, buffers["x"], n, params.d_model, 1,
+            ),
+        ]  # fmt: skip
+
+    def _prepare_mixture(self, layer: int) -> "_Mixture":
+        """The launches of a layer's routed experts."""
+        params, buffers, n = self._model.params, self.buffers, self._launches.n
+        d_model, d_expert, n_experts, top_k = params.d_model, params.d_expert, params.n_experts, params.top_k
+        blk = f"blk.{layer}."
+        at = layer * n_experts
+        groups = Groups(*(buffers[name].value for name in ("pairs", "first_tiles", "tiles")))
+        heat = Heat(buffers["heat"].value + 8 * at, self._heat + 8 * at)
+        order = ctypes.c_uint64(buffers["order"].value + 4 * at)
+        gate_type, up_type, down_type = map(int, self._model.expert_types(layer))
+        rows = HalfRows.unscaled(buffers["halves"].value, d_model)
+        scales = buffers["hidden_scales"]
+        hidden = HalfRows(buffers["hidden"].value, scales.value, d_expert, shapes.SCALE_WIDTH)
+        experts, weights, results = buffers["experts"], buffers["weights"], buffers["results"]
+        prepare, prepare_tiles = self._launches.prepare, self._launches.prepare_tiles
+        before = [
+            self._prepare_norm(blk + "ffn_norm.weight", floats=True),
+            prepare(
+                "router_prompt", lambda n: shapes.router_grid(n, n_experts, d_model), shapes.ROUTER_THREADS,
+                buffers["floats"], self._weights.matrix(blk + "ffn_gate_inp.weight"), buffers["scores"], n, d_model,
+            ),
+            prepare(
+                "route_prompt", lambda n: n, shapes.ROUTER_THREADS,
+                buffers["scores"], shapes.router_splits(d_model), experts, weights, n, n_experts, top_k,
+            ),
+            prepare(
+                "group_prompt", lambda _: n_experts, shapes.GROUP_THREADS,
+                experts, order, groups, heat, n, n_experts, top_k,
+            ),
+        ]  # fmt: skip
+        gate_up = prepare_tiles(
+            "gate_up_prompt", lambda n: shapes.gate_up_grid(n, n_experts, top_k, d_expert),
+            rows, groups, self._experts, gate_type, up_type, buffers["hidden"], scales, d_expert, top_k,
+        )  # fmt: skip
+        down = prepare_tiles(
+            "down_prompt", lambda n: shapes.down_grid(n, n_experts, top_k, d_model),
+            hidden, groups, self._experts, down_type, results, d_model,
+        )  # fmt: skip
+        combine = prepare(
+            "combine_prompt", lambda n: n, shapes.ROW_THREADS, buffers["x"], results, weights, n, d_model, top_k
+        )
+        return _Mixture(before, gate_up, down, combine)
+
+    def _enqueue_mixture(self, layer: int, mixture: "_Mixture", is_in_place: bool) -> None:
+        params, n = self._model.params, self._launches.n.value
+        for launch in mixture.before:
+            launch()
+        addresses = self._table + layer * params.n_experts * 3 * 8
+        everything = [Experts.in_place(addresses, 0, params.n_experts)]
+        for experts in everything if is_in_place else self._stream.parts(layer, addresses):
+            ctypes.memmove(ctypes.addressof(self._experts), ctypes.addressof(experts), ctypes.sizeof(Experts))
+            n_experts = experts.last - experts.first
+            mixture.gate_up.resize(shapes.gate_up_grid(n, n_experts, params.top_k, params.d_expert))
+            mixture.down.resize(shapes.down_grid(n, n_experts, params.top_k, params.d_model))
+            mixture.gate_up()
+            mixture.down()
+        mixture.combine()
+
+
+class _Mixture(NamedTuple):
+    """The launches of a layer's routed experts; `gate_up` and `down` come once for each part of them."""
+
+    before: list[Launch]
+    gate_up: Launch
+    down: Launch
+    combine: Launch
