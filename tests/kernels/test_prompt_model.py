@@ -1,0 +1,192 @@
+"""A prompt in chunks through a whole model, on a GPU that the host plays, against the reference."""
+
+import ctypes
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from strata_api.v1 import pages
+from strata_kernels.compiler import SOURCES
+from strata_kernels.reference import matmul, rms_norm
+from strata_kernels.structs import KV_BF16, KV_F16, KV_Q8_0, Activation, KvCells
+
+from strata_client.gpu import decoder, streaming
+from strata_client.gpu.address_table import AddressTable
+from strata_client.gpu.prompt import KV_NAMES, Prompt
+from strata_client.gpu.streaming import ExpertStream
+from strata_client.models.base import F32, I32
+from strata_client.models.gguf_file import open_model_file
+from strata_client.models.qwen3moe import Qwen3Moe
+from tests.helpers.cuda_host import require_host_compiler
+from tests.helpers.file_memory import ArrayCache, FileMemory
+from tests.helpers.gguf_builder import DATA
+from tests.helpers.host_device import HostBuffer, HostDevice, HostKernelSet
+from tests.helpers.kernel_bounds import relative_error
+from tests.helpers.matrices import unpack_activation
+from vmmd.errors import InvalidRequest
+
+MICRO = DATA / "micro.gguf"
+SHIPPED = Path(streaming.__file__).parent.parent / "data" / "tiny-IQ3_S.gguf"
+CELLS_PER_SLAB = 48
+MEDIAN_ERRORS = {KV_F16: 2e-3, KV_BF16: 1e-2, KV_Q8_0: 2e-2}
+
+
+def array_at(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """A copy of what lies at an address."""
+    size_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer(ctypes.string_at(address, size_bytes), dtype).reshape(shape)
+
+
+class PlacedModel:
+    """A model's bytes where kernels find them; stands for `ClientMemory` and `AddressTable`."""
+
+    def __init__(self, model: Qwen3Moe, memory: FileMemory) -> None:
+        self._buffers: dict[str, HostBuffer] = {}
+        self._memory = memory
+        params = model.params
+        self.words = np.zeros((params.n_layers, params.n_experts, 3), np.uint64)
+        self.in_host = np.zeros((params.n_layers, params.n_experts), np.bool_)
+        for layer, expert in np.ndindex(self.in_host.shape):
+            matrices = memory.expert(layer, expert)[1:]
+            *offsets, slot_bytes = pages.slot_layout(*map(len, matrices))
+            slot = self._put(f"{layer}.{expert}", slot_bytes)
+            for matrix, (offset, data) in enumerate(zip(offsets, matrices, strict=True)):
+                ctypes.memmove(slot + offset, data.ctypes.data, len(data))
+                self.words[layer, expert, matrix] = slot + offset
+
+    def weight_address(self, name: str) -> int:
+        """Where a tensor begins."""
+        if name not in self._buffers:
+            data = self._memory.weight(name)
+            ctypes.memmove(self._put(name, len(data)), data.ctypes.data, len(data))
+        return self._buffers[name].address
+
+    def _put(self, name: str, size_bytes: int) -> int:
+        self._buffers[name] = HostBuffer(size_bytes)
+        return self._buffers[name].address
+
+
+class Run:
+    """A model on a GPU that the host plays, for so many tokens."""
+
+    def __init__(self, path: Path, rng: np.random.Generator, tokens_max: int, n_cells: int, kv_type: int) -> None:
+        model_file = open_model_file(str(path))
+        self.model = Qwen3Moe(model_file)
+        params = self.model.params
+        self.memory = FileMemory(model_file, self.model)
+        self.placed = PlacedModel(self.model, self.memory)
+        self.device = HostDevice(rng)
+        names = ("prompt_matmul", "prompt_route", "prompt_rows", "store_kv", f"attend_{KV_NAMES[kv_type]}")
+        kernels = HostKernelSet(self.device, [SOURCES / f"{name}.cu" for name in names])
+        slab_bytes = CELLS_PER_SLAB * params.n_layers * 2 * params.n_kv_heads * params.head_dim * 2 + 4096
+        self._slabs = HostBuffer(slab_bytes * -(-n_cells // CELLS_PER_SLAB))
+        cells = KvCells(self._slabs.address, slab_bytes, CELLS_PER_SLAB, params.n_kv_heads, params.head_dim, kv_type)
+        self._table = HostBuffer(self.placed.words.nbytes)
+        self._last = HostBuffer(Activation.size_bytes(params.d_model))
+        self._heat = HostBuffer(8 * self.placed.in_host.size)
+        self._heat.fill(0)
+        sizes = np.asarray(self.model.expert_sizes())
+        slot_bytes = pages.slot_layout(*map(int, sizes[0, 0]))[3]
+        self._stream = ExpertStream(cast(Any, self.device), sizes, 2 * 3 * slot_bytes)
+        self.prompt = Prompt(
+            cast(Any, self.device), cast(Any, kernels), self.model, cast(Any, self.placed), cells,
+            table=self._table.address, heat=self._heat.address, h=Activation.at(self._last.address, params.d_model),
+            stream=self._stream, tokens_max=tokens_max,
+        )  # fmt: skip
+
+    def chunk(self, tokens: I32, position: int) -> F32:
+        """The rows after all layers, float32 `[n, d_model]`."""
+        self.device.upload(self._table.address, self.placed.words)
+        self.prompt.enqueue(tokens, position, cast(AddressTable, self.placed))
+        self.device.synchronize()
+        return array_at(self.prompt.buffers["x"].value, (len(tokens), self.model.params.d_model), np.float32)
+
+    def weight(self, name: str) -> F32:
+        """A tensor's values."""
+        return self.model._weight(self.memory, f"{name}.weight")
+
+    @property
+    def last(self) -> F32:
+        """The values of the activation that is left for `head`."""
+        packed = array_at(self._last.address, self._last.size_bytes, np.uint8)
+        return unpack_activation(packed, self.model.params.d_model)[0]
+
+    @property
+    def heat(self) -> npt.NDArray[np.uint64]:
+        """The shared counts, uint64 `[n_layers, n_experts]`."""
+        return array_at(self._heat.address, self.placed.in_host.shape, np.uint64)
+
+    def close(self) -> None:
+        """Looks at the guards of the memory."""
+        self._stream.close()
+        self.prompt.close()
+
+
+@pytest.fixture(autouse=True)
+def host_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's memory in the place of a GPU's."""
+    require_host_compiler()
+    monkeypatch.setattr(decoder, "DeviceBuffer", HostBuffer)
+    monkeypatch.setattr(streaming, "DeviceBuffer", HostBuffer)
+
+
+@pytest.mark.parametrize(
+    "path, chunks, kv_type",
+    [
+        (MICRO, (1, 33, 5, 70), KV_F16),
+        (MICRO, (64, 9), KV_BF16),
+        (MICRO, (20, 9), KV_Q8_0),
+        (SHIPPED, (12,), KV_F16),
+    ],
+    ids=["micro", "micro-bf16", "micro-q8_0", "tiny"],
+)
+def test_prompt(rng: np.random.Generator, path: Path, chunks: tuple[int, ...], kv_type: int) -> None:
+    """Chunks of any sizes leave the rows that the reference has, count heat once, and read experts from anywhere.
+
+    Where two experts are nearly equal, a token may go to the other one; so it is the median token that is near.
+    """
+    run = Run(path, rng, max(chunks), sum(chunks), kv_type)
+    params = run.model.params
+    tokens = rng.integers(0, params.n_tokens, sum(chunks)).astype(np.int32)
+    cache, position = ArrayCache(run.model, len(tokens)), 0
+    for n in chunks:
+        chunk = tokens[position : position + n]
+        run.placed.in_host[:] = rng.random(run.placed.in_host.shape) < rng.random()
+        x = run.chunk(chunk, position)
+        logits = matmul(rms_norm(x, run.weight("output_norm"), params.rms_eps), run.weight("output"))
+        wanted = run.model.forward(chunk, position, run.memory, cache, prompt=True, all_logits=True)
+        errors = [relative_error(*rows) for rows in zip(logits, wanted, strict=True)]
+        assert np.median(errors) < MEDIAN_ERRORS[kv_type]
+        assert max(errors) < 0.3
+        assert np.array_equal(run.last, x[-1] * run.weight("output_norm"))
+        position += n
+    found = [np.concatenate(run.memory.heat[layer, True]).ravel() for layer in range(params.n_layers)]
+    counts = np.stack([np.bincount(experts, minlength=params.n_experts) for experts in found])
+    assert run.heat.sum() == counts.sum()
+    assert np.abs(run.heat.astype(np.int64) - counts).sum() <= 0.05 * counts.sum()
+    run.close()
+
+
+def test_same_bits_wherever_experts_are(rng: np.random.Generator) -> None:
+    """Rows do not depend on where experts are, nor on the tokens that share a tile with them."""
+    n = 11
+    run = Run(MICRO, rng, 2 * n, 3 * n, KV_F16)
+    tokens = rng.integers(0, run.model.params.n_tokens, n).astype(np.int32)
+    wanted = run.chunk(tokens, 0)
+    for share in (0.4, 1.0):
+        run.placed.in_host[:] = rng.random(run.placed.in_host.shape) < share
+        assert np.array_equal(run.chunk(tokens, 0), wanted)
+    more = np.concatenate([tokens, tokens[::-1]])
+    assert np.array_equal(run.chunk(more, 0)[:n], wanted)
+    run.close()
+
+
+def test_chunk_sizes(rng: np.random.Generator) -> None:
+    """Chunks that the workspace was not made for are refused."""
+    run = Run(MICRO, rng, 16, 32, KV_F16)
+    for n in (0, 17):
+        with pytest.raises(InvalidRequest, match=f"a chunk of {n} tokens; 1 to 16"):
+            run.prompt.enqueue(np.zeros(n, np.int32), 0, cast(AddressTable, run.placed))
+    run.close()
