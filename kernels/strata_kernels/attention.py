@@ -109,6 +109,11 @@ def attend_shape(kv_type: str, head_dim: int, group: int, head_dims: Sequence[in
     return AttendShape(f"attend_{kv_type}_{head_dim}_{heads}", 32 * warps, shared_bytes)
 
 
+def attend_splits(multiprocessors: int, n_kv_heads: int) -> int:
+    """Blocks that share a K/V head: together about one for each multiprocessor."""
+    return max(1, multiprocessors // n_kv_heads)
+
+
 def workspace_bytes(n_heads: int, n_kv_heads: int, head_dim: int, n_splits: int) -> int:
     """The workspace of ``attend``: zero before the first launch, aligned to 16 bytes."""
     return (n_kv_heads * 4 + 15) // 16 * 16 + n_heads * n_splits * (head_dim * 4 + 8)
