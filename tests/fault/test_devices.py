@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.faulty_driver import FaultyDriver
 from tests.helpers.in_process import SLAB_BYTES, Host, run
 from tests.helpers.peer import SmallModel, public_model
+from vmmd.core import arbiter
 from vmmd.core.ledger import SlabState
 from vmmd.driver.base import DeviceMemory, Slab
 from vmmd.errors import Exhausted, NoDevice
@@ -127,6 +128,34 @@ def test_memory_that_does_not_come_back_stays_charged_to_who_kept_it(model: Smal
             assert not ledger.slabs_in("SIM-0", SlabState.QUARANTINED)
             host.manager.devices.measure()
             await host.manager.kv.grow(other, [(range_id, wanted)])
+        finally:
+            await host.close()
+
+    run(scenario)
+
+
+def test_places_that_a_client_has_not_unmapped_are_not_granted(model: SmallModel) -> None:
+    """An arena takes no more slabs than it has places that no session has anything else mapped at; nothing changes."""
+
+    async def scenario() -> None:
+        host = Host(18)
+        try:
+            opened = await host.open(model)
+            host.session.watcher = host.session.events.clear  # maps nothing, unmaps nothing
+            arena, range_id = opened.ranges[0], host.range()
+            free = arbiter.free_for(host.manager.ledger, "SIM-0", "user")
+            granted = await host.manager.kv.grow(host.session, [(range_id, 16 * (free + 3))])
+            assert sum(trade.slabs for trade in granted.trades) == 3
+            await host.manager.kv.shrink(host.session, range_id, 0)
+            places = arena.slabs_max - len(arena.slabs) - 3
+            assert host.manager.slabs.places(arena) == places
+            before = host.state()
+            with pytest.raises(Exhausted, match=f"has places for {places} slabs, not for {places + 1}"):
+                await host.manager.slabs.provide([arbiter.Request(arena.range_id, places + 1)])
+            assert host.state() == before
+            host.session.revocations.clear()
+            assert host.manager.slabs.places(arena) == places + 3
+            await host.manager.slabs.provide([arbiter.Request(arena.range_id, places + 1)])
         finally:
             await host.close()
 

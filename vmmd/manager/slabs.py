@@ -121,6 +121,7 @@ class Slabs:
                     await dropping
                 continue
             attempts += 1
+            self._check_places(requests)
             try:
                 return await self._carry_out(plan, requests)
             except _PlanAgain:
@@ -300,10 +301,27 @@ class Slabs:
         self._ledger.destroy(slab_id)
         self._physical.destroy(slab_id)
 
+    def places(self, record: RangeRecord) -> int:
+        """How many slabs more a range has indexes for at this moment."""
+        return record.slabs_max - len(record.slabs) - len(self._withheld(record) - record.slabs.keys())
+
+    def _check_places(self, requests: Sequence[arbiter.Request]) -> None:
+        for request in requests:
+            places = self.places(self._ledger.ranges[request.range_id])
+            if request.slabs > places:
+                raise Exhausted(
+                    f"range {request.range_id} has places for {places} slabs, not for {request.slabs}, until its"
+                    " sessions have unmapped what has gone"
+                )
+
+    def _withheld(self, record: RangeRecord) -> set[int]:
+        """Indexes of a range at which somebody may still have a slab mapped that has gone, or is about to."""
+        model = self._manager.models.get(record.owner) if record.kind is RangeKind.ARENA else None
+        return trading.withheld(model, model.ranges.index(record)) if model is not None else set()
+
     def _hole(self, record: RangeRecord) -> int:
         """The lowest index of a range that nobody has another slab mapped at."""
-        model = self._manager.models.get(record.owner) if record.kind is RangeKind.ARENA else None
-        withheld = trading.withheld(model, model.ranges.index(record)) if model is not None else set()
+        withheld = self._withheld(record)
         if not withheld:
             return record.hole()
         return next(i for i in range(record.slabs_max) if i not in record.slabs and i not in withheld)

@@ -14,7 +14,7 @@ from vmmd.core import arbiter, heat
 from vmmd.core.ledger import Ledger, RangeRecord
 from vmmd.core.residency import Arena
 from vmmd.errors import StaleGeneration, VmmError
-from vmmd.manager import filling, trading
+from vmmd.manager import filling
 from vmmd.manager.files import check_unchanged
 from vmmd.manager.model import Model
 
@@ -128,7 +128,7 @@ class Upkeep:
         for p, record in enumerate(model.ranges):
             sizes = wanted_slabs(model.arena, p)
             free = self._returnable(record)
-            sizes = sizes[: min(free, record.slabs_max - len(record.slabs) - len(trading.withheld(model, p)))]
+            sizes = sizes[: min(free, self._manager.slabs.places(record))]
             try:
                 if sizes:
                     await self._add_slabs(model, p, record, sizes)
@@ -148,7 +148,7 @@ class Upkeep:
 
     async def _add_slabs(self, model: Model, p: int, record: RangeRecord, sizes: list[int]) -> None:
         manager = self._manager
-        granted = await manager.slabs.provide([arbiter.Request(record.range_id, len(sizes))])
+        granted = await manager.slabs.provide([arbiter.Request(record.range_id, len(sizes))], patient=False)
         if model.closed:
             manager.releases.take_back([x.slab_id for x in granted.placed], 0)
             return
