@@ -13,7 +13,7 @@ reads of host memory. So:
 What costs is each call, so of rows that lie back to back in a file, one read and one
 two-dimensional copy move as many as a buffer holds.
 
-Buffers and streams are made once. In the steady state nothing is allocated:
+Buffers and streams are made once. In the steady state no memory is allocated:
 cuMemAlloc and cuMemFree would wait for running kernels.
 """
 
