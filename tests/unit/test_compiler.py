@@ -266,6 +266,7 @@ def test_headers_of_a_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert compiler.include_directory() == tmp_path / "include"
 
 
+@pytest.mark.timeout(1200)
 def test_command_line(nvrtc: None, cache: Path) -> None:
     """The command compiles all kernels for the architectures given and reports on them; errors are one line."""
     command = [sys.executable, "-m", "strata_kernels.compiler", "--arch"]
