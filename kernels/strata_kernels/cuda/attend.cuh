@@ -8,7 +8,7 @@
 // Layout: cells as kv.cuh says, `position` less than they hold. `workspace`: strata_kernels.attention.workspace_bytes,
 //   aligned to 16, zero before the first launch; launches that share one must not overlap.
 // Launch geometry: (n_kv_heads, n_splits) blocks of strata_kernels.attention.attend_shape's threads and shared memory. How many of
-//   the n_splits blocks of a K/V head have cells follows from `position` alone (see Splits); the others end at once.
+//   the n_splits blocks (1024 at most) of a K/V head have cells follows from `position` alone (see Splits); the others end at once.
 // Accumulation: float32; order fixed by `position` and n_splits. Queries are multiplied as the sum of two 16-bit
 //   numbers; weights as one float16, in bf16 as the sum of two.
 // Before it waits for the kernel before it, it reads `step->position` and the cells below it: kernels that wrote those must have
@@ -540,48 +540,57 @@ __device__ __forceinline__ void attend(AttendArguments a) {
     __threadfence();
   }
   if (!__syncthreads_or(is_last)) return;
-  for (int first = 0; first < n_quads; first += Shape::THREADS) {
-    const int quad = first + threadIdx.x, head = quad / QUADS;
-    const bool valid = quad < n_quads;
-    float total_largest = minus_infinity(), total = 0.0f;
-    float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (valid) {
-      constexpr int BATCH = 8;
-      const int64_t part = (head_at + head) * n_splits;
-      for (int begin_part = 0; begin_part < splits.active; begin_part += BATCH) {
-        float2 sum[BATCH];
-        float4 some[BATCH];
+  // A quad's parts are asked for before it is known what they are worth.
+  constexpr int BATCH = 17;
+  float4 some[BATCH];
+  const auto ask = [&](int quad, int first_part) {
+    const float4* from = parts + ((head_at + quad / QUADS) * n_splits + first_part) * QUADS + quad % QUADS;
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-          const bool exists = begin_part + i < splits.active;
-          sum[i] = exists ? __ldcg(part_sums + part + begin_part + i) : make_float2(minus_infinity(), 0.0f);
-          some[i] = exists ? __ldcg(parts + (part + begin_part + i) * QUADS + quad % QUADS)
-                           : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        }
-        float now = total_largest;
+    for (int i = 0; i < BATCH; ++i) {
+      const bool exists = quad < n_quads && first_part + i < splits.active;
+      some[i] = exists ? __ldcg(from + i * QUADS) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  };
+  ask(threadIdx.x, 0);
+  float* const worth = reinterpret_cast<float*>(shared);  // [group][active], in place of the tiles
+  for (int head = warp; head < group; head += WARPS) {
+    const float2* from = part_sums + (head_at + head) * n_splits;
+    float* const factors = worth + head * splits.active;
+    float mine = minus_infinity(), total = 0.0f;
+#pragma unroll 4
+    for (int part = lane; part < splits.active; part += 32) {
+      const float2 sum = __ldcg(from + part);
+      const float now = fmaxf(mine, sum.x);
+      total = total * exp2_fast(mine - now) + sum.y * exp2_fast(sum.x - now);
+      mine = now;
+      factors[part] = sum.x;
+    }
+    float all = mine;
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) now = fmaxf(now, sum[i].x);
-        const float before = exp2_fast(total_largest - now);
-        total_largest = now;
-        total *= before;
-        value.x *= before;
-        value.y *= before;
-        value.z *= before;
-        value.w *= before;
+    for (int offset = 16; offset > 0; offset /= 2) all = fmaxf(all, __shfl_xor_sync(ALL_LANES, all, offset));
+    total *= exp2_fast(mine - all);
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-          const float factor = exp2_fast(sum[i].x - now);
-          total += factor * sum[i].y;
-          value.x += factor * some[i].x;
-          value.y += factor * some[i].y;
-          value.z += factor * some[i].z;
-          value.w += factor * some[i].w;
-        }
+    for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(ALL_LANES, total, offset);
+    const float inverse = 1.0f / total;
+    for (int part = lane; part < splits.active; part += 32) factors[part] = exp2_fast(factors[part] - all) * inverse;
+  }
+  __syncthreads();
+  for (int quad = threadIdx.x; quad - static_cast<int>(threadIdx.x) < n_quads; quad += Shape::THREADS) {
+    float result[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int first = 0; first < splits.active; first += BATCH) {
+      if (first > 0 || quad >= Shape::THREADS) ask(quad, first);
+      const float* factors = worth + quad / QUADS * splits.active + first;
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        if (quad >= n_quads || first + i >= splits.active) continue;
+        const float factor = factors[i];
+        result[0] += factor * some[i].x;
+        result[1] += factor * some[i].y;
+        result[2] += factor * some[i].z;
+        result[3] += factor * some[i].w;
       }
     }
-    const float inverse = 1.0f / total;
-    const float result[4] = {value.x * inverse, value.y * inverse, value.z * inverse, value.w * inverse};
-    a.out.store_quad(static_cast<int>(head_at * QUADS) + quad, result, 0.0f, valid);
+    a.out.store_quad(static_cast<int>(head_at * QUADS) + quad, result, 0.0f, quad < n_quads);
   }
 }
 
