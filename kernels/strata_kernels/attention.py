@@ -14,7 +14,13 @@ GROUP_MAX = 16
 STORE_THREADS = 256
 PROMPT_ROWS = 64
 
-_RING_BYTES_MAX = 74 * 1024
+SHARED_BYTES_ANYWHERE = 99 * 1024
+"""Of a block, on every GPU from sm_80 on."""
+
+SHARED_BYTES_DEEP = 148 * 1024
+"""Two stages of the widest usual tiles; where a block can have so much."""
+
+_STAGES_MAX = 4
 _TILE = 16
 
 
@@ -86,10 +92,23 @@ class AttendShape(NamedTuple):
     shared_bytes: int
 
 
-def attend_shape(kv_type: str, head_dim: int, group: int, head_dims: Sequence[int] = HEAD_DIMS) -> AttendShape:
+def attend_shape(
+    kv_type: str,
+    head_dim: int,
+    group: int,
+    shared_bytes_max: int = SHARED_BYTES_ANYWHERE,
+    head_dims: Sequence[int] = HEAD_DIMS,
+) -> AttendShape:
     """The kernel for cells of a type ("f16", "bf16", "q8_0"), `group` query heads to a K/V head.
 
-    `head_dims` are those that were compiled. Errors: `InvalidRequest` for a shape that no kernel takes.
+    Args:
+        kv_type: of the cells.
+        head_dim: values of a head.
+        group: query heads to a K/V head.
+        shared_bytes_max: of a block; the kernel has one to four stages of tiles in flight, as many as fit.
+        head_dims: for which there are kernels.
+
+    Errors: `InvalidRequest` for a shape that no kernel takes.
     """
     if head_dim not in head_dims or not 1 <= group <= GROUP_MAX:
         raise InvalidRequest(
@@ -100,13 +119,13 @@ def attend_shape(kv_type: str, head_dim: int, group: int, head_dims: Sequence[in
     value_bytes = 1 if kv_type == "q8_0" else 2
     warps = 8 if head_dim <= 128 else 4
     row_bytes = head_dim * value_bytes + 16
-    tiles_bytes = 2 * _TILE * row_bytes
-    ring_bytes = max(1, _RING_BYTES_MAX // (warps * tiles_bytes)) * tiles_bytes
+    stage_bytes = warps * 2 * _TILE * row_bytes
     q_bytes = heads // 8 * 16 * (head_dim * 2 + 16)
     scales_bytes = (head_dim // 32 * 2 + 15) // 16 * 16
     wide_bytes = 2 * head_dim * 4 if kv_type == "q8_0" else 0
-    shared_bytes = warps * ring_bytes + q_bytes + 2 * (row_bytes + scales_bytes) + max(warps * heads * 8, wide_bytes)
-    return AttendShape(f"attend_{kv_type}_{head_dim}_{heads}", 32 * warps, shared_bytes)
+    rest_bytes = q_bytes + 2 * (row_bytes + scales_bytes) + max(warps * heads * 8, wide_bytes)
+    stages = min((shared_bytes_max - rest_bytes) // stage_bytes, _STAGES_MAX)
+    return AttendShape(f"attend_{kv_type}_{head_dim}_{heads}", 32 * warps, stages * stage_bytes + rest_bytes)
 
 
 def attend_splits(multiprocessors: int, n_kv_heads: int) -> int:

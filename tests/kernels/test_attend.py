@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from strata_kernels.attention import AttendArguments, attend_shape, workspace_bytes
+from strata_kernels.attention import SHARED_BYTES_ANYWHERE, AttendArguments, attend_shape, workspace_bytes
 from strata_kernels.reference import attention, rms_norm, rope
 from strata_kernels.structs import Activation, Step
 
@@ -76,7 +76,7 @@ class Attend:
         self.step = np.frombuffer(bytearray(Step(9, self.position, 0)), np.uint8).copy()
         self.packed = np.empty(0, np.uint8)
 
-    def run(self, n_splits: int, workspace: U8 | None = None) -> F32:
+    def run(self, n_splits: int, workspace: U8 | None = None, shared_bytes_max: int = SHARED_BYTES_ANYWHERE) -> F32:
         """The kernel's output, float32 `[n_heads, head_dim]`."""
         heads, kernels = self.heads, self.kernels
         n = heads.n_heads * heads.head_dim
@@ -93,7 +93,7 @@ class Attend:
             heads.n_heads,
             EPS,
         )
-        shape = attend_shape(self.kind, heads.head_dim, heads.group, (heads.head_dim,))
+        shape = attend_shape(self.kind, heads.head_dim, heads.group, shared_bytes_max, (heads.head_dim,))
         grid = (heads.n_kv_heads, n_splits)
         kernels.run(self.source, shape.name, grid, shape.threads, [argument], shape.shared_bytes)
         return unpack_activation(self.packed, n)[0].reshape(heads.n_heads, heads.head_dim)
@@ -186,6 +186,15 @@ def test_same_bits_again(kernels: KernelRunner, rng: np.random.Generator, kind: 
     for _ in range(20 if kernels.on_gpu else 1):
         assert np.array_equal(attend.run(4, workspace), first)
         assert np.array_equal(attend.packed, packed)
+
+
+@pytest.mark.parametrize("kib", [75, 99, 148, 227])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages(kernels: KernelRunner, rng: np.random.Generator, kind: str, kib: int) -> None:
+    """However many tiles are in flight, the result has the same bits."""
+    attend = Attend(kernels, rng, kind, Heads(128, 8, 1), 1500)
+    assert np.array_equal(attend.run(2), attend.run(2, shared_bytes_max=kib * 1024))
+    check(f"attend_{kind}", attend.run(2, shared_bytes_max=kib * 1024), attend.wanted())
 
 
 @pytest.mark.parametrize("kind", KINDS)

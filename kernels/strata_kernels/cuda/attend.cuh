@@ -25,11 +25,13 @@
 #include "attention.cuh"
 #include "step.cuh"
 
-// Blocks that share an SM, for which registers must suffice. Elsewhere shared memory or registers are for one.
+// Registers: where kernels overlap, a block is to fit beside two of `qkv` or one of `attend_out`, which leave 96 a thread; that is
+// what a bound of 320 threads, twice, comes to. Scales need more.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900)
-#define ATTEND_BLOCKS 2
+#define ATTEND_BOUNDS(KV, DIM, HEADS) \
+  __launch_bounds__(HEADS > 8 || DIM > 128 ? 256 : strata::KV::VALUE_BYTES == 2 ? 320 : 256, HEADS > 8 || DIM > 128 ? 1 : 2)
 #else
-#define ATTEND_BLOCKS 1
+#define ATTEND_BOUNDS(KV, DIM, HEADS) __launch_bounds__(256)
 #endif
 
 namespace strata {
@@ -75,22 +77,22 @@ struct AttendShape {
   static constexpr int GROUPS = HEADS / 8;
   static constexpr int ROW_BYTES = DIM * Kv::VALUE_BYTES + 16;  // 16 bytes more: rows of a column lie in different banks
   static constexpr int TILE_BYTES = TILE * ROW_BYTES;
-  static constexpr int STAGES_FIT = 74 * 1024 / (WARPS * 2 * TILE_BYTES);
-  static constexpr int STAGES = STAGES_FIT > 0 ? STAGES_FIT : 1;
-  static constexpr int RING_BYTES = STAGES * 2 * TILE_BYTES;
+  static constexpr int STAGE_BYTES = 2 * TILE_BYTES;  // K and V
+  static constexpr int STAGES_MAX = 4;                // of a ring; as many as fit
   static constexpr int Q_ROW_BYTES = DIM * 2 + 16;
   static constexpr int Q_BYTES = GROUPS * 16 * Q_ROW_BYTES;
   static constexpr int SCALES_BYTES = (DIM / 32 * 2 + 15) / 16 * 16;
   static constexpr int NEW_BYTES = 2 * (ROW_BYTES + SCALES_BYTES);
   static constexpr int WIDE_BYTES = Kv::TYPE == KV_Q8_0 ? 2 * DIM * 4 : 0;  // k and v before they are rounded
   static constexpr int SUMS_BYTES = WARPS * HEADS * 8 > WIDE_BYTES ? WARPS * HEADS * 8 : WIDE_BYTES;
-  static constexpr int SHARED_BYTES = WARPS * RING_BYTES + Q_BYTES + NEW_BYTES + SUMS_BYTES;
+  static constexpr int REST_BYTES = Q_BYTES + NEW_BYTES + SUMS_BYTES;
   static constexpr int OUT_ROW = DIM + 4;  // floats; 4 more for the banks
-  static constexpr int BLOCKS = GROUPS == 1 && DIM <= 128 ? ATTEND_BLOCKS : 1;
+  // A warp's results, float32 [HEADS][OUT_ROW], replace its tiles.
+  static constexpr int STAGES_MIN = (HEADS * OUT_ROW * 4 + STAGE_BYTES - 1) / STAGE_BYTES;
 
   static_assert(DIM % 16 == 0 && DIM >= 32 && DIM <= 256 && HEADS % 8 == 0, "see docs/kernels.md");
-  static_assert(SHARED_BYTES <= 99 * 1024, "what every GPU from sm_80 on gives a block");
-  static_assert(HEADS * OUT_ROW * 4 <= RING_BYTES, "a warp's results replace its tiles");
+  static_assert(STAGES_MIN <= STAGES_MAX, "the ring holds a warp's results");
+  static_assert(WARPS * STAGES_MIN * STAGE_BYTES + REST_BYTES <= 99 * 1024, "what every GPU from sm_80 on gives a block");
 };
 
 // Copies that a warp has in flight for the tiles first, first + WARPS, ... below `end`.
@@ -123,6 +125,19 @@ struct Tiles {
     commit_copies();
   }
 };
+
+// Of the 2 * stages groups of copies in flight.
+__device__ __forceinline__ void wait_for_oldest(int stages) {
+  if (stages == 1) {
+    wait_for_copies<1>();
+  } else if (stages == 2) {
+    wait_for_copies<3>();
+  } else if (stages == 3) {
+    wait_for_copies<5>();
+  } else {
+    wait_for_copies<7>();
+  }
+}
 
 // q8_0: the scales of the four cells of a tile that a lane multiplies, 2 t, 2 t + 1, 2 t + 8, 2 t + 9 with t = lane % 4.
 template <int BLOCKS>
@@ -185,12 +200,15 @@ __device__ __forceinline__ void attend(AttendArguments a) {
   using Shape = AttendShape<Kv, DIM, HEADS>;
   using Number = typename Kv::Number;
   constexpr bool Q8 = Kv::VALUE_BYTES == 1;
-  constexpr int WARPS = Shape::WARPS, GROUPS = Shape::GROUPS, STAGES = Shape::STAGES, STEPS = DIM / 16;
+  constexpr int WARPS = Shape::WARPS, GROUPS = Shape::GROUPS, STEPS = DIM / 16;
   constexpr int Q8_BLOCKS = Q8 ? DIM / Q8_BLOCK : 1;
   constexpr int PAIRS = (DIM + 127) / 128;
 
   DYNAMIC_SHARED(shared);
-  uint8_t* const q_shared = shared + WARPS * Shape::RING_BYTES;
+  const int stages = min(static_cast<int>(dynamic_shared_bytes() - Shape::REST_BYTES) / (WARPS * Shape::STAGE_BYTES),
+                         Shape::STAGES_MAX);
+  const int ring_bytes = stages * Shape::STAGE_BYTES;
+  uint8_t* const q_shared = shared + WARPS * ring_bytes;
   uint8_t* const new_shared = q_shared + Shape::Q_BYTES;  // k, v, scales of k, scales of v
   uint8_t* const new_scales = new_shared + 2 * Shape::ROW_BYTES;
   float2* const sums = reinterpret_cast<float2*>(new_shared + Shape::NEW_BYTES);
@@ -208,10 +226,9 @@ __device__ __forceinline__ void attend(AttendArguments a) {
   cells.n_kv_heads = gridDim.x;
   cells.head_dim = DIM;
   cells.type = Kv::TYPE;
-  uint8_t* const ring = shared + warp * Shape::RING_BYTES;
+  uint8_t* const ring = shared + warp * ring_bytes;
   const Tiles<Kv, DIM, HEADS> tiles{cells, a.layer, kv_head, position, end, lane, ring};
-#pragma unroll
-  for (int stage = 0; stage < STAGES; ++stage) {
+  for (int stage = 0; stage < stages; ++stage) {
     tiles.copy(begin + warp + stage * WARPS, 0, stage);
     tiles.copy(begin + warp + stage * WARPS, 1, stage);
   }
@@ -324,7 +341,7 @@ __device__ __forceinline__ void attend(AttendArguments a) {
     const bool last = tile == splits.n_tiles - 1;
     const int new_row = last ? position % TILE : TILE;  // where the new cell stands, if in this tile
 
-    wait_for_copies<2 * STAGES - 1>();
+    wait_for_oldest(stages);
     __syncwarp();
     const uint8_t* from = row == new_row ? new_shared : tiles.place(stage, 0) + row * Shape::ROW_BYTES;
     from += row_offset;
@@ -383,7 +400,7 @@ __device__ __forceinline__ void attend(AttendArguments a) {
       }
     }
     __syncwarp();
-    tiles.copy(tile + STAGES * WARPS, 0, stage);
+    tiles.copy(tile + stages * WARPS, 0, stage);
     if constexpr (Q8) {
       if (tile + WARPS < end) {
         k_scales.load(cells, a.layer, 0, kv_head, (tile + WARPS) * TILE, position, new_scales, lane);
@@ -427,7 +444,7 @@ __device__ __forceinline__ void attend(AttendArguments a) {
       }
     }
 
-    wait_for_copies<2 * STAGES - 1>();
+    wait_for_oldest(stages);
     __syncwarp();
     from = row == new_row ? new_shared + Shape::ROW_BYTES : tiles.place(stage, 1) + row * Shape::ROW_BYTES;
     from += row_offset;
@@ -464,8 +481,8 @@ __device__ __forceinline__ void attend(AttendArguments a) {
       }
     }
     __syncwarp();
-    tiles.copy(tile + STAGES * WARPS, 1, stage);
-    stage = stage + 1 < STAGES ? stage + 1 : 0;
+    tiles.copy(tile + stages * WARPS, 1, stage);
+    stage = stage + 1 < stages ? stage + 1 : 0;
   }
 
   // The warps' results, into their rings: float32 [HEADS][OUT_ROW].
@@ -509,7 +526,7 @@ __device__ __forceinline__ void attend(AttendArguments a) {
         if (w >= n_warps) continue;
         const float2 sum = sums[w * HEADS + head];
         const float factor = exp2_fast(sum.x - total_largest);
-        const float* from = reinterpret_cast<const float*>(shared + w * Shape::RING_BYTES) + head * Shape::OUT_ROW;
+        const float* from = reinterpret_cast<const float*>(shared + w * ring_bytes) + head * Shape::OUT_ROW;
         const float4 part = reinterpret_cast<const float4*>(from)[quad % QUADS];
         total += factor * sum.y;
         value.x += factor * part.x;
@@ -596,9 +613,7 @@ __device__ __forceinline__ void attend(AttendArguments a) {
 
 }  // namespace strata
 
-#define ATTEND(NAME, KV, DIM, HEADS)                                                                 \
-  extern "C" __global__ void __launch_bounds__(strata::AttendShape<strata::KV, DIM, HEADS>::THREADS, \
-                                               strata::AttendShape<strata::KV, DIM, HEADS>::BLOCKS)  \
-      attend_##NAME##_##DIM##_##HEADS(strata::AttendArguments a) {                                   \
-    strata::attend<strata::KV, DIM, HEADS>(a);                                                       \
+#define ATTEND(NAME, KV, DIM, HEADS)                                                                               \
+  extern "C" __global__ void ATTEND_BOUNDS(KV, DIM, HEADS) attend_##NAME##_##DIM##_##HEADS(strata::AttendArguments a) { \
+    strata::attend<strata::KV, DIM, HEADS>(a);                                                                     \
   }

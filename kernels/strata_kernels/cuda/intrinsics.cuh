@@ -15,6 +15,13 @@
 
 namespace strata {
 
+// How much of it the launch gave.
+__device__ __forceinline__ uint32_t dynamic_shared_bytes() {
+  uint32_t size;
+  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(size));
+  return size;
+}
+
 // ---- Programmatic dependent launch (from sm_90; before it a kernel begins when the one before has ended).
 
 // Waits until the kernels that this one was launched after have ended and their stores are seen. Every thread that

@@ -5,6 +5,8 @@
 
 namespace strata {
 
+inline uint32_t dynamic_shared_bytes() { return static_cast<uint32_t>(strata_host::emulator.dynamic_bytes); }
+
 inline void wait_for_previous() {}
 inline void let_next_start() {}
 
