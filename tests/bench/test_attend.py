@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(600)]
 HEAD_DIM, N_KV_HEADS, N_LAYERS = 128, 4, 48
 SLAB_BYTES = 64 << 20
 TYPES = {"f16": KV_F16, "bf16": KV_BF16, "q8_0": KV_Q8_0}
-DEPTHS = (128, 256, 512, 1024, 2048, 4096, 16_384)
+DEPTHS = (128, 256, 272, 512, 1024, 2048, 4096, 16_384)
 TARGET_US = {128: 4.0, 16_384: 500 / 48}
 HBM_GB_PER_S = 4500
 TFLOP_PER_S = 790
@@ -73,7 +73,14 @@ class Bench:
         return KvCells(self._cells, SLAB_BYTES, cells_per_slab, N_KV_HEADS, HEAD_DIM, TYPES[kind])
 
     def attend(
-        self, kind: str, depth: int, *, group: int = 8, n_splits: int | None = None, programmatic: bool = True
+        self,
+        kind: str,
+        depth: int,
+        *,
+        group: int = 8,
+        n_splits: int | None = None,
+        shared_kib: int = 99,
+        programmatic: bool = True,
     ) -> list[Launch]:
         """The launches of one step, a layer each."""
         n_heads = group * N_KV_HEADS
@@ -81,7 +88,7 @@ class Bench:
         step = self.room(ctypes.sizeof(Step))
         self._buffers[-1].upload(np.frombuffer(bytearray(Step(1, depth - 1, 0)), np.uint8))
         out = Activation.at(self.room(Activation.size_bytes(n_heads * HEAD_DIM)), n_heads * HEAD_DIM)
-        shape = attention.attend_shape(kind, HEAD_DIM, group)
+        shape = attention.attend_shape(kind, HEAD_DIM, group, shared_kib * 1024)
         q, k, v, weights, table = (self.floats + (i << 20) for i in range(5))
         cells = self.cells(kind, depth)
         arguments = [
@@ -210,6 +217,9 @@ def test_attend(bench: Bench) -> None:
         for n_splits in (splits // 2, splits * 2):
             us = bench.us(bench.attend("f16", depth, n_splits=n_splits))
             rows += rows_of(f"f16, {n_splits} blocks a K/V head", "f16", depth, us)
+        for shared_kib in (148, 227):
+            us = bench.us(bench.attend("f16", depth, shared_kib=shared_kib))
+            rows += rows_of(f"f16, {shared_kib} KiB of shared memory", "f16", depth, us)
     bench.write("attend", rows)
 
 
