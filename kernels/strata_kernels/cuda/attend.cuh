@@ -50,7 +50,10 @@ struct Splits {
   }
 
   // The first tile of a block.
-  __device__ __forceinline__ int begin(int split) const { return split * n_tiles / active; }
+  __device__ __forceinline__ int begin(int split) const {
+    if (active == 1) return split * n_tiles;
+    return static_cast<uint32_t>(split * n_tiles) / static_cast<uint32_t>(active);
+  }
 };
 
 struct AttendArguments {
@@ -247,6 +250,8 @@ __device__ __forceinline__ void attend(AttendArguments a) {
     constexpr int TASKS = (HEADS + 2 + WARPS - 1) / WARPS;
     const int n_tasks = HEADS + (has_new ? 2 : 0);
     Head<PAIRS> x[TASKS], weight[TASKS];
+    float4 turns[PAIRS];
+    Head<PAIRS>(DIM, lane).load_turns(a.rope, turns);
 #pragma unroll
     for (int i = 0; i < TASKS; ++i) {
       x[i] = weight[i] = Head<PAIRS>(DIM, lane);
@@ -265,7 +270,7 @@ __device__ __forceinline__ void attend(AttendArguments a) {
         const bool exists = task < group;  // the others are zeros
         if (exists) {
           x[i].norm(weight[i], a.eps);
-          x[i].rotate(a.rope);
+          x[i].rotate(turns);
         }
         uint8_t* row = q_shared + (task / 8 * 16 + task % 8) * Shape::Q_ROW_BYTES;
         const float scale = exists ? LOG2_E * rsqrtf(static_cast<float>(DIM)) : 0.0f;
@@ -282,7 +287,7 @@ __device__ __forceinline__ void attend(AttendArguments a) {
       const int k_or_v = task - HEADS;
       if (k_or_v == 0) {
         x[i].norm(weight[i], a.eps);
-        x[i].rotate(a.rope);
+        x[i].rotate(turns);
       }
       uint8_t* near = new_shared + k_or_v * Shape::ROW_BYTES;
       uint8_t* far = cells.values(a.layer, k_or_v, position, kv_head);
@@ -506,7 +511,7 @@ __device__ __forceinline__ void attend(AttendArguments a) {
 
   // Four values a thread.
   constexpr int QUADS = DIM / 4;
-  const int n_quads = group * QUADS, n_warps = min(WARPS, end - begin);
+  const int n_quads = group * QUADS;
   const int64_t head_at = static_cast<int64_t>(kv_head) * group;
   uint32_t* const counter = reinterpret_cast<uint32_t*>(a.workspace) + kv_head;
   float4* const parts = reinterpret_cast<float4*>(a.workspace + (gridDim.x * 4 + 15) / 16 * 16);  // [n_heads][n_splits][QUADS]
@@ -516,27 +521,28 @@ __device__ __forceinline__ void attend(AttendArguments a) {
     const bool valid = quad < n_quads;
     float total_largest = minus_infinity(), total = 0.0f;
     float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (valid) {
+    if (valid) {  // a warp without tiles has zeros
+      float2 sum[WARPS];
+      float4 part[WARPS];
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) {
-        if (w < n_warps) total_largest = fmaxf(total_largest, sums[w * HEADS + head].x);
+        sum[w] = sums[w * HEADS + head];
+        const float* from = reinterpret_cast<const float*>(shared + w * ring_bytes) + head * Shape::OUT_ROW;
+        part[w] = reinterpret_cast<const float4*>(from)[quad % QUADS];
+        total_largest = fmaxf(total_largest, sum[w].x);
       }
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) {
-        if (w >= n_warps) continue;
-        const float2 sum = sums[w * HEADS + head];
-        const float factor = exp2_fast(sum.x - total_largest);
-        const float* from = reinterpret_cast<const float*>(shared + w * ring_bytes) + head * Shape::OUT_ROW;
-        const float4 part = reinterpret_cast<const float4*>(from)[quad % QUADS];
-        total += factor * sum.y;
-        value.x += factor * part.x;
-        value.y += factor * part.y;
-        value.z += factor * part.z;
-        value.w += factor * part.w;
+        const float factor = exp2_fast(sum[w].x - total_largest);
+        total += factor * sum[w].y;
+        value.x += factor * part[w].x;
+        value.y += factor * part[w].y;
+        value.z += factor * part[w].z;
+        value.w += factor * part[w].w;
       }
     }
     if (splits.active == 1) {
-      const float inverse = 1.0f / total;
+      const float inverse = __fdividef(1.0f, total);
       const float result[4] = {value.x * inverse, value.y * inverse, value.z * inverse, value.w * inverse};
       a.out.store_quad(static_cast<int>(head_at * QUADS) + quad, result, 0.0f, valid);
     } else if (valid) {
@@ -551,10 +557,8 @@ __device__ __forceinline__ void attend(AttendArguments a) {
   __syncthreads();
   int is_last = 0;
   if (threadIdx.x == 0) {
-    __threadfence();
-    is_last = atomicAdd(counter, 1u) == static_cast<uint32_t>(splits.active) - 1u;
+    is_last = count_arrival(counter) == static_cast<uint32_t>(splits.active) - 1u;
     if (is_last) *counter = 0;
-    __threadfence();
   }
   if (!__syncthreads_or(is_last)) return;
   // A quad's parts are asked for before it is known what they are worth.
@@ -588,7 +592,7 @@ __device__ __forceinline__ void attend(AttendArguments a) {
     total *= exp2_fast(mine - all);
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(ALL_LANES, total, offset);
-    const float inverse = 1.0f / total;
+    const float inverse = __fdividef(1.0f, total);
     for (int part = lane; part < splits.active; part += 32) factors[part] = exp2_fast(factors[part] - all) * inverse;
   }
   __syncthreads();

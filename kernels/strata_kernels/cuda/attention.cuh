@@ -134,12 +134,19 @@ struct Head {
     }
   }
 
-  // reference.rope; `table` float32 [head_dim / 2][2], cosines and sines.
-  __device__ __forceinline__ void rotate(const float* table) {
+  // The turns of this lane's pairs, from a table float32 [head_dim / 2][2] of cosines and sines.
+  __device__ __forceinline__ void load_turns(const float* table, float4 (&turns)[N]) const {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      if (!has(j)) continue;
-      const float4 turn = *reinterpret_cast<const float4*>(table + 2 * at(j));
+      turns[j] = has(j) ? *reinterpret_cast<const float4*>(table + 2 * at(j)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
+
+  // reference.rope
+  __device__ __forceinline__ void rotate(const float4 (&turns)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const float4 turn = turns[j];
       const float2 a = first[j], b = second[j];
       first[j] = make_float2(a.x * turn.x - b.x * turn.y, a.y * turn.z - b.y * turn.w);
       second[j] = make_float2(a.x * turn.y + b.x * turn.x, a.y * turn.w + b.y * turn.z);

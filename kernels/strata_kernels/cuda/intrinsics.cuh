@@ -39,6 +39,16 @@ __device__ __forceinline__ void let_next_start() {
 #endif
 }
 
+// ---- Between the blocks of a launch.
+
+// Adds 1 to a counter in global memory and returns what it was. A block that has a barrier, then one thread's call, has
+// published what all its threads stored; with a barrier after the call they see what those that called before have.
+__device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {
+  uint32_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 // ---- Integers.
 
 // sum + the dot product of four signed bytes with four signed bytes.

@@ -55,9 +55,11 @@ __device__ __forceinline__ void store_kv(const StoreArguments& a) {
   x.load(from);
   if (is_q || is_k) {
     Head<HEAD_DIM_MAX / 128> weight(dim, lane);
+    float4 turns[HEAD_DIM_MAX / 128];
     weight.load(is_q ? a.q_norm : a.k_norm);
+    x.load_turns(a.table + static_cast<int64_t>(token) * dim, turns);
     x.norm(weight, a.eps);
-    x.rotate(a.table + static_cast<int64_t>(token) * dim);
+    x.rotate(turns);
   }
   if (is_q) {
     __half* to = a.q_out + (static_cast<int64_t>(token) * a.n_heads + head) * dim;

@@ -10,6 +10,8 @@ inline uint32_t dynamic_shared_bytes() { return static_cast<uint32_t>(strata_hos
 inline void wait_for_previous() {}
 inline void let_next_start() {}
 
+inline uint32_t count_arrival(uint32_t* counter) { return (*counter)++; }
+
 inline int dot4(uint32_t a, uint32_t b, int sum) { return __dp4a(static_cast<int>(a), static_cast<int>(b), sum); }
 
 inline float exp2_fast(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
