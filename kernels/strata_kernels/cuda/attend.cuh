@@ -262,6 +262,10 @@ __device__ __forceinline__ void attend(AttendArguments a) {
                                 : a.v + static_cast<int64_t>(kv_head) * DIM);
       weight[i].load(task < HEADS ? a.q_norm : a.k_norm);
     }
+    float squares[TASKS];
+#pragma unroll
+    for (int i = 0; i < TASKS; ++i) squares[i] = x[i].square();
+    sum_over_warp(squares);
 #pragma unroll
     for (int i = 0; i < TASKS; ++i) {
       const int task = warp + i * WARPS;
@@ -269,7 +273,7 @@ __device__ __forceinline__ void attend(AttendArguments a) {
       if (task < HEADS) {
         const bool exists = task < group;  // the others are zeros
         if (exists) {
-          x[i].norm(weight[i], a.eps);
+          x[i].norm(weight[i], squares[i], a.eps);
           x[i].rotate(turns);
         }
         uint8_t* row = q_shared + (task / 8 * 16 + task % 8) * Shape::Q_ROW_BYTES;
@@ -286,7 +290,7 @@ __device__ __forceinline__ void attend(AttendArguments a) {
       }
       const int k_or_v = task - HEADS;
       if (k_or_v == 0) {
-        x[i].norm(weight[i], a.eps);
+        x[i].norm(weight[i], squares[i], a.eps);
         x[i].rotate(turns);
       }
       uint8_t* near = new_shared + k_or_v * Shape::ROW_BYTES;

@@ -86,6 +86,16 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
 
 // ---- A head's values in the lanes of a warp.
 
+// Several sums over a warp at once, the same bits in every lane.
+template <int N>
+__device__ __forceinline__ void sum_over_warp(float (&sums)[N]) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[i] += __shfl_xor_sync(ALL_LANES, sums[i], offset);
+  }
+}
+
 __device__ __forceinline__ float2 load_pair(const float* p) { return *reinterpret_cast<const float2*>(p); }
 __device__ __forceinline__ float2 load_pair(const __half* p) {
   return __half22float2(*reinterpret_cast<const __half2*>(p));
@@ -115,16 +125,19 @@ struct Head {
     }
   }
 
-  // RMS norm. reference.rms_norm
-  __device__ __forceinline__ void norm(const Head& weight, float eps) {
-    float square = 0.0f;
+  // This lane's share of the sum of squares.
+  __device__ __forceinline__ float square() const {
+    float sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      square += first[j].x * first[j].x + first[j].y * first[j].y + second[j].x * second[j].x + second[j].y * second[j].y;
+      sum += first[j].x * first[j].x + first[j].y * first[j].y + second[j].x * second[j].x + second[j].y * second[j].y;
     }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) square += __shfl_xor_sync(ALL_LANES, square, offset);
-    const float factor = rsqrtf(square / static_cast<float>(head_dim) + eps);
+    return sum;
+  }
+
+  // RMS norm, from the sum of squares. reference.rms_norm
+  __device__ __forceinline__ void norm(const Head& weight, float squares, float eps) {
+    const float factor = rsqrtf(squares / static_cast<float>(head_dim) + eps);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       first[j].x *= factor * weight.first[j].x;

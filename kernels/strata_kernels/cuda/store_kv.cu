@@ -58,7 +58,9 @@ __device__ __forceinline__ void store_kv(const StoreArguments& a) {
     float4 turns[HEAD_DIM_MAX / 128];
     weight.load(is_q ? a.q_norm : a.k_norm);
     x.load_turns(a.table + static_cast<int64_t>(token) * dim, turns);
-    x.norm(weight, a.eps);
+    float squares[1] = {x.square()};
+    sum_over_warp(squares);
+    x.norm(weight, squares[0], a.eps);
     x.rotate(turns);
   }
   if (is_q) {
