@@ -7,7 +7,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from strata_kernels.attention import SHARED_BYTES_ANYWHERE, AttendArguments, attend_shape, workspace_bytes
+from strata_kernels.attention import (
+    SHARED_BYTES_ANYWHERE,
+    AttendArguments,
+    attend_prompt_shape,
+    attend_shape,
+    workspace_bytes,
+)
 from strata_kernels.reference import attention, rms_norm, rope
 from strata_kernels.structs import Activation, Step
 
@@ -15,6 +21,7 @@ from tests.helpers.kernel_bounds import check
 from tests.helpers.kernel_runner import GpuRunner, KernelRunner
 from tests.helpers.kv_cells import SlabCells
 from tests.helpers.matrices import unpack_activation
+from vmmd.errors import InvalidRequest
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -215,6 +222,15 @@ def test_cells_of_zeros(kernels: KernelRunner, rng: np.random.Generator) -> None
     attend.k[:] = 0
     attend.v[:, :32] = 0
     attend.check(1)
+
+
+def test_heads_without_kernels() -> None:
+    """Heads that no kernel takes are told of before anything is launched."""
+    for head_dim, group in ((80, 4), (128, 17), (64, 0)):
+        with pytest.raises(InvalidRequest, match=f"heads of {head_dim} values"):
+            attend_shape("f16", head_dim, group)
+    with pytest.raises(InvalidRequest, match="heads of 80 values"):
+        attend_prompt_shape("f16", 80)
 
 
 @pytest.mark.gpu

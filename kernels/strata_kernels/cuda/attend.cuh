@@ -1,35 +1,39 @@
 // Attention of one token.
 //
-// attend_TYPE_DIM_HEADS: for cells of TYPE f16, bf16 or q8_0, heads of DIM values, up to HEADS (8 or 16) query heads a K/V head.
-// Operation: norms and rotates q and k, stores k and v into the cell `position`, and attends over the cells 0 .. position.
+// attend_TYPE_DIM_HEADS: for cells of TYPE f16, bf16 or q8_0, heads of DIM values, up to HEADS (8 or 16) query heads to
+//   a K/V head.
+// Operation: norms and rotates q and k, stores k and v into the cell `position`, attends over the cells 0 .. position.
 // Must match: strata_kernels.reference.rms_norm, rope, kv_store (rounded to the cells' type) and attention.
 // Shapes: q float32 [n_heads, DIM], k and v float32 [n_kv_heads, DIM], raw as products leave them; q_norm and k_norm
 //   float32 [DIM]; rope float32 [DIM / 2][2]; out an activation of n_heads * DIM values, squares 0.
 // Layout: cells as kv.cuh says, `position` less than they hold. `workspace`: strata_kernels.attention.workspace_bytes,
 //   aligned to 16, zero before the first launch; launches that share one must not overlap.
-// Launch geometry: (n_kv_heads, n_splits) blocks of strata_kernels.attention.attend_shape's threads and shared memory. How many of
-//   the n_splits blocks (1024 at most) of a K/V head have cells follows from `position` alone (see Splits); the others end at once.
+// Launch geometry: (n_kv_heads, n_splits) blocks, threads and shared memory of strata_kernels.attention.attend_shape.
+//   How many of the n_splits blocks (1024 at most) of a K/V head have cells follows from `position` alone (see Splits);
+//   the others end at once. With more shared memory, more tiles are in flight.
 // Accumulation: float32; order fixed by `position` and n_splits. Queries are multiplied as the sum of two 16-bit
 //   numbers; weights as one float16, in bf16 as the sum of two.
-// Before it waits for the kernel before it, it reads `step->position` and the cells below it: kernels that wrote those must have
-//   ended when the kernel before it began.
+// Before it waits for the kernel before it, it reads `step->position` and the cells below: kernels that wrote those
+//   must have ended when the kernel before it began.
 //
-// How. A warp takes every WARPS-th tile of 16 cells of its block, with its own copies in flight and its own softmax; no warp waits
-// for another until all are done. Scores are [16 rows][16 cells]: 8 query heads, upper and lower part. What they are
-// turned into in registers is, as it lies, the right operand of [values][cells] * [cells][8 heads], where the left one is V,
-// transposed as it comes from shared memory. int8 of q8_0 are turned into float16 exactly; the scales of K multiply
-// sums of 32 products, those of V its float16 values.
+// How. A warp takes every WARPS-th tile of 16 cells of its block, with its own copies in flight and its own softmax; no
+// warp waits for another until all are done. Scores are [16 rows][16 cells]: 8 query heads, upper and lower part. What
+// they are turned into in registers is, as it lies, the right operand of [values][cells] * [cells][8 heads], where the
+// left one is V, transposed as it comes from shared memory. int8 of q8_0 are turned into float16 exactly; the scales of
+// K multiply sums of 32 products, those of V its float16 values.
 #pragma once
 
 #include "activation.cuh"
 #include "attention.cuh"
 #include "step.cuh"
 
-// Registers: where kernels overlap, a block is to fit beside two of `qkv` or one of `attend_out`, which leave 96 a thread; that is
-// what a bound of 320 threads, twice, comes to. Scales need more.
+// Registers: where kernels overlap, a block is to fit beside two of `qkv` or one of `attend_out`, which leave 96 a
+// thread; that is what a bound of 320 threads, twice, comes to. Scales need more.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900)
-#define ATTEND_BOUNDS(KV, DIM, HEADS) \
-  __launch_bounds__(HEADS > 8 || DIM > 128 ? 256 : strata::KV::VALUE_BYTES == 2 ? 320 : 256, HEADS > 8 || DIM > 128 ? 1 : 2)
+#define ATTEND_IS_SMALL(DIM, HEADS) (HEADS <= 8 && DIM <= 128)
+#define ATTEND_BOUNDS(KV, DIM, HEADS)                                                               \
+  __launch_bounds__(ATTEND_IS_SMALL(DIM, HEADS) && strata::KV::VALUE_BYTES == 2 ? 320 : 256,        \
+                    ATTEND_IS_SMALL(DIM, HEADS) ? 2 : 1)
 #else
 #define ATTEND_BOUNDS(KV, DIM, HEADS) __launch_bounds__(256)
 #endif
@@ -78,7 +82,8 @@ struct AttendShape {
   static constexpr int WARPS = DIM <= 128 ? 8 : 4;
   static constexpr int THREADS = 32 * WARPS;
   static constexpr int GROUPS = HEADS / 8;
-  static constexpr int ROW_BYTES = DIM * Kv::VALUE_BYTES + 16;  // 16 bytes more: rows of a column lie in different banks
+  // 16 bytes more: rows of a column lie in different banks.
+  static constexpr int ROW_BYTES = DIM * Kv::VALUE_BYTES + 16;
   static constexpr int TILE_BYTES = TILE * ROW_BYTES;
   static constexpr int STAGE_BYTES = 2 * TILE_BYTES;  // K and V
   static constexpr int STAGES_MAX = 4;                // of a ring; as many as fit
@@ -95,7 +100,7 @@ struct AttendShape {
 
   static_assert(DIM % 16 == 0 && DIM >= 32 && DIM <= 256 && HEADS % 8 == 0, "see docs/kernels.md");
   static_assert(STAGES_MIN <= STAGES_MAX, "the ring holds a warp's results");
-  static_assert(WARPS * STAGES_MIN * STAGE_BYTES + REST_BYTES <= 99 * 1024, "what every GPU from sm_80 on gives a block");
+  static_assert(WARPS * STAGES_MIN * STAGE_BYTES + REST_BYTES <= 99 * 1024, "what every GPU gives a block");
 };
 
 // Copies that a warp has in flight for the tiles first, first + WARPS, ... below `end`.
@@ -142,7 +147,7 @@ __device__ __forceinline__ void wait_for_oldest(int stages) {
   }
 }
 
-// q8_0: the scales of the four cells of a tile that a lane multiplies, 2 t, 2 t + 1, 2 t + 8, 2 t + 9 with t = lane % 4.
+// q8_0: the scales of the four cells of a tile that a lane multiplies, 2 t, 2 t + 1, 2 t + 8, 2 t + 9, t = lane % 4.
 template <int BLOCKS>
 struct Scales {
   static constexpr int WORDS = (BLOCKS + 1) / 2;
@@ -169,10 +174,10 @@ struct Scales {
     }
   }
 
-  // Of the tile that begins at cell `first`; those of the cell `position` are at `new_scales`, or left out where that is null.
-  // Zeros for later cells.
-  __device__ __forceinline__ void load(const KvCells& cells, int layer, int k_or_v, int kv_head, int first, int position,
-                                       const uint8_t* new_scales, int lane) {
+  // Of the tile that begins at cell `first`; those of the cell `position` are at `new_scales`, or left out where that
+  // is null. Zeros for later cells.
+  __device__ __forceinline__ void load(const KvCells& cells, int layer, int k_or_v, int kv_head, int first,
+                                       int position, const uint8_t* new_scales, int lane) {
     const uint8_t* from = cells.scales(layer, k_or_v, first, kv_head);
     const int stride = cells.n_kv_heads * (2 * BLOCKS);
 #pragma unroll
@@ -185,6 +190,7 @@ struct Scales {
     }
   }
 
+  // Puts in those of the cell at a row of the tile.
   __device__ __forceinline__ void replace(int row, const uint8_t* new_scales, int lane) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -486,7 +492,8 @@ __device__ __forceinline__ void attend(AttendArguments a) {
         }
       }
       if (tile + WARPS < end) {
-        v_scales.load(cells, a.layer, 1, kv_head, (tile + WARPS) * TILE, position, new_scales + Shape::SCALES_BYTES, lane);
+        v_scales.load(cells, a.layer, 1, kv_head, (tile + WARPS) * TILE, position, new_scales + Shape::SCALES_BYTES,
+                      lane);
       }
     }
     __syncwarp();
@@ -518,7 +525,8 @@ __device__ __forceinline__ void attend(AttendArguments a) {
   const int n_quads = group * QUADS;
   const int64_t head_at = static_cast<int64_t>(kv_head) * group;
   uint32_t* const counter = reinterpret_cast<uint32_t*>(a.workspace) + kv_head;
-  float4* const parts = reinterpret_cast<float4*>(a.workspace + (gridDim.x * 4 + 15) / 16 * 16);  // [n_heads][n_splits][QUADS]
+  // [n_heads][n_splits][QUADS] and [n_heads][n_splits]
+  float4* const parts = reinterpret_cast<float4*>(a.workspace + (gridDim.x * 4 + 15) / 16 * 16);
   float2* const part_sums = reinterpret_cast<float2*>(parts + static_cast<int64_t>(a.n_heads) * n_splits * QUADS);
   for (int first = 0; first < n_quads; first += Shape::THREADS) {
     const int quad = first + threadIdx.x, head = quad / QUADS;
@@ -621,7 +629,8 @@ __device__ __forceinline__ void attend(AttendArguments a) {
 
 }  // namespace strata
 
-#define ATTEND(NAME, KV, DIM, HEADS)                                                                               \
-  extern "C" __global__ void ATTEND_BOUNDS(KV, DIM, HEADS) attend_##NAME##_##DIM##_##HEADS(strata::AttendArguments a) { \
-    strata::attend<strata::KV, DIM, HEADS>(a);                                                                     \
+#define ATTEND(NAME, KV, DIM, HEADS)                               \
+  extern "C" __global__ void ATTEND_BOUNDS(KV, DIM, HEADS)         \
+      attend_##NAME##_##DIM##_##HEADS(strata::AttendArguments a) { \
+    strata::attend<strata::KV, DIM, HEADS>(a);                     \
   }

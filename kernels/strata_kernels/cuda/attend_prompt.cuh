@@ -3,17 +3,17 @@
 // attend_prompt_TYPE_DIM: for cells of TYPE f16, bf16 or q8_0 and heads of DIM values.
 // Operation: each of n tokens attends over the cells from 0 to its own, position + i.
 // Must match: strata_kernels.reference.attention.
-// Shapes: q float16 [n, n_heads, DIM], normed and rotated; out float16 [n, n_heads, DIM]. K and V of all position + n cells
-//   are stored (store_kv.cu).
+// Shapes: q float16 [n, n_heads, DIM], normed and rotated; out float16 [n, n_heads, DIM]. K and V of all position + n
+//   cells are stored (store_kv.cu).
 // Layout: q and out contiguous, aligned to 16 bytes; cells as kv.cuh says.
-// Launch geometry: (n_kv_heads, ceil(n * group / 64)) blocks of strata_kernels.attention.attend_prompt_shape's threads and shared
-//   memory, group = n_heads / n_kv_heads.
-// Accumulation: float32. Weights are multiplied as float16, in bf16 as bfloat16, there with queries as the sum of two. K and V of
-//   q8_0 are multiplied as scale * int8 rounded to float16.
+// Launch geometry: strata_kernels.attention.attend_prompt_grid, (n_kv_heads, ceil(n * group / 64)) blocks with group =
+//   n_heads / n_kv_heads; threads and shared memory of attend_prompt_shape there.
+// Accumulation: float32. Weights are multiplied as float16, in bf16 as bfloat16, there with queries as the sum of two.
+//   K and V of q8_0 are multiplied as scale * int8 rounded to float16.
 //
-// How. A block takes 64 rows, each one query head of one token; the heads that share a K/V head stand side by side, so a
-// tile of cells is loaded once for all of them. A warp has 16 rows, and for them the softmax and the sums in registers. The next
-// tile is copied while one is multiplied. Blocks of later tokens have more cells: they come first.
+// How. A block takes 64 rows, each one query head of one token; the heads that share a K/V head stand side by side, so
+// a tile of cells is loaded once for all of them. A warp has 16 rows, and for them the softmax and the sums in
+// registers. The next tile is copied while one is multiplied. Blocks of later tokens have more cells: they come first.
 #pragma once
 
 #include "attention.cuh"
@@ -116,10 +116,10 @@ struct PromptTiles {
         const uint4 from = *reinterpret_cast<const uint4*>(raw(k_or_v) + (16 * part + row) * DIM + chunk * 16);
         const uint32_t scale = scales[k_or_v][part * STEPS + step] * 0x10001u;
         uint4* to = reinterpret_cast<uint4*>(tile(0, k_or_v) + (16 * part + row) * Shape::ROW_BYTES + chunk * 32);
-        to[0] = make_uint4(multiply_halves(to_halves<0x4140>(from.x), scale), multiply_halves(to_halves<0x4342>(from.x), scale),
-                           multiply_halves(to_halves<0x4140>(from.y), scale), multiply_halves(to_halves<0x4342>(from.y), scale));
-        to[1] = make_uint4(multiply_halves(to_halves<0x4140>(from.z), scale), multiply_halves(to_halves<0x4342>(from.z), scale),
-                           multiply_halves(to_halves<0x4140>(from.w), scale), multiply_halves(to_halves<0x4342>(from.w), scale));
+        const auto lower = [&](uint32_t word) { return multiply_halves(to_halves<0x4140>(word), scale); };
+        const auto upper = [&](uint32_t word) { return multiply_halves(to_halves<0x4342>(word), scale); };
+        to[0] = make_uint4(lower(from.x), upper(from.x), lower(from.y), upper(from.y));
+        to[1] = make_uint4(lower(from.z), upper(from.z), lower(from.w), upper(from.w));
       });
     }
   }

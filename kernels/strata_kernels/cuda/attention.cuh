@@ -70,8 +70,8 @@ struct KvQ8 {
 
 constexpr int Q8_BLOCK = 32;  // values a scale
 
-// Two of the four int8 in `word` as float16, exactly. `PICK` is 0x4140 for the lower two, 0x4342 for the upper two, 0x4240 for
-// the even ones, 0x4341 for the odd ones.
+// Two of the four int8 in `word` as float16, exactly. `PICK` is 0x4140 for the lower two, 0x4342 for the upper two,
+// 0x4240 for the even ones, 0x4341 for the odd ones.
 template <uint32_t PICK>
 __device__ __forceinline__ uint32_t to_halves(uint32_t word) {
   // 0x6400 | u is 1024 + u
@@ -178,8 +178,8 @@ struct Head {
   }
 };
 
-// ---- q8_0: 32 values, one a lane, to int8 and a scale; value = scale * int8. The scale is a 127th of the largest, rounded to
-// float16; values are rounded to the nearest multiple of what it was rounded to.
+// ---- q8_0: 32 values, one a lane, to int8 and a scale; value = scale * int8. The scale is a 127th of the largest,
+// rounded to float16; values are rounded to the nearest multiple of what it was rounded to.
 __device__ __forceinline__ int quantize(float v, __half& scale) {
   float largest = fabsf(v);
 #pragma unroll

@@ -9,9 +9,9 @@
 // store_kv_f32, store_kv_f16
 // Operation: norms and rotates q and k of n tokens; stores k and v into the cells position .. position + n - 1.
 // Must match: strata_kernels.reference.rms_norm, rope, and kv_store rounded to the cells' type.
-// Shapes: q [n, n_heads * head_dim], k and v [n, n_kv_heads * head_dim], float32 or float16, a token's row every `stride` values
-//   (even); q_norm, k_norm float32 [head_dim]; table as above; q_out float16 [n, n_heads, head_dim]. head_dim is a
-//   multiple of 16, 256 at most.
+// Shapes: q [n, n_heads * head_dim], k and v [n, n_kv_heads * head_dim], float32 or float16, a token's row every
+//   `stride` values (even); q_norm, k_norm float32 [head_dim]; table as above; q_out float16 [n, n_heads, head_dim].
+//   head_dim is a multiple of 16, 256 at most.
 // Layout: cells as kv.cuh says.
 // Launch geometry: ceil(n * (n_heads + 2 * n_kv_heads) / 8) blocks of 256 threads; a warp takes one head of one token.
 // Accumulation: float32.
@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_kv(const StoreArguments& a) {
 
   const bool is_q = task < a.n_heads, is_k = !is_q && task < a.n_heads + n_kv_heads;
   const int head = is_q ? task : is_k ? task - a.n_heads : task - a.n_heads - n_kv_heads;
-  const T* from = static_cast<const T*>(is_q ? a.q : is_k ? a.k : a.v) + token * a.stride + static_cast<int64_t>(head) * dim;
+  const T* from = static_cast<const T*>(is_q ? a.q : is_k ? a.k : a.v) + token * a.stride + head * dim;
   Head<HEAD_DIM_MAX / 128> x(dim, lane);
   x.load(from);
   if (is_q || is_k) {
@@ -93,7 +93,8 @@ __device__ __forceinline__ void store_kv(const StoreArguments& a) {
 
 }  // namespace strata
 
-extern "C" __global__ void rope_table_prompt(float2* table, int position, double freq_base, double scale, int head_dim) {
+extern "C" __global__ void rope_table_prompt(float2* table, int position, double freq_base, double scale,
+                                             int head_dim) {
   strata::wait_for_previous();
   strata::let_next_start();
   const int token = blockIdx.x, pair = threadIdx.x;
@@ -106,4 +107,6 @@ extern "C" __global__ void rope_table_prompt(float2* table, int position, double
 
 extern "C" __global__ void __launch_bounds__(256) store_kv_f32(strata::StoreArguments a) { strata::store_kv<float>(a); }
 
-extern "C" __global__ void __launch_bounds__(256) store_kv_f16(strata::StoreArguments a) { strata::store_kv<__half>(a); }
+extern "C" __global__ void __launch_bounds__(256) store_kv_f16(strata::StoreArguments a) {
+  strata::store_kv<__half>(a);
+}
