@@ -70,7 +70,7 @@ class GpuEngine(Engine):
             self._decoder = Decoder(device, kernels, model, memory, cells, retired, heat)
             self._decoder.capture()
         self._skip = kernels.prepare(
-            "advance",
+            "end_step",
             1,
             32,
             [self._decoder.buffers["step"], 0, ctypes.c_uint64(retired)],

@@ -8,9 +8,9 @@ import numpy.typing as npt
 BOUNDS = {
     "dequantize": 0.0,
     "embed": 1e-6,
-    "matmul": 5e-5,
-    "gate_up": 1e-4,
-    "down": 1e-4,
+    "matmul": 1.5e-4,
+    "gate_up": 3e-4,
+    "down": 3e-4,
     "attend_f16": 5e-4,
     "attend_bf16": 5e-5,
     "attend_q8_0": 8e-4,

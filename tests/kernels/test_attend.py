@@ -273,7 +273,7 @@ def test_steps_in_a_row(gpu_runner: GpuRunner, rng: np.random.Generator, kind: s
     u64 = ctypes.c_uint64
     decode, attending = gpu_runner.kernels("decode.cu", ["F32"]), gpu_runner.kernels(f"attend_{kind}.cu")
     advance = decode.prepare(
-        "advance", 1, 32, [u64(argument.step), 1, u64(gpu_runner.address(retired))], programmatic=True
+        "end_step", 1, 32, [u64(argument.step), 1, u64(gpu_runner.address(retired))], programmatic=True
     )
     base, scale = ctypes.c_double(FREQ_BASE), ctypes.c_double(1)
     table = decode.prepare(

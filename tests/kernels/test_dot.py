@@ -17,7 +17,7 @@ from tests.helpers.tensor_blocks import KINDS, SCALE_OFFSETS
 SOURCE = Path(__file__).with_name("products.cu")
 INTEGERS = [kind for kind in KINDS if kind.name not in ("F32", "F16", "BF16")]
 SUMS = 2e-6  # what float32 loses in sums
-ROUNDING = 5e-5  # what 16 bits lose
+ROUNDING = 1.5e-4  # what 16 bits lose: 1.6e-5 of the weights' norm, more of sums in which their mean cancels
 
 
 def multiply(

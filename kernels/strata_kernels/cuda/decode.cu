@@ -309,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) head(Activation a, Matrix m
 
 // Ends a step that chose no token: `n` cells further, and retired.
 // Launch: 1 block of 32 threads.
-extern "C" __global__ void advance(Step* step, int n, uint64_t* retired) {
+extern "C" __global__ void end_step(Step* step, int n, uint64_t* retired) {
   wait_for_previous();
   if (threadIdx.x != 0) return;
   step->position += n;
