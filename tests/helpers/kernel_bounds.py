@@ -18,11 +18,11 @@ BOUNDS = {
     "attend_prompt_f16": 1e-3,
     "attend_prompt_bf16": 4e-3,
     "attend_prompt_q8_0": 1e-3,
-    "matmul_prompt": 8e-4,
-    "gate_up_prompt": 7e-4,
-    "down_prompt": 8e-4,
+    "matmul_prompt": 1.5e-3,
+    "gate_up_prompt": 1.5e-3,
+    "down_prompt": 1.5e-3,
     "rms_norm_prompt": 4e-4,
-    "router_prompt": 3e-6,
+    "router_prompt": 1e-5,
     "combine_prompt": 1e-6,
 }
 """By operation. Zero: bit for bit."""
