@@ -1,14 +1,15 @@
 """The engine on a GPU: steps run ahead of the tokens that are read.
 
-A step is one graph launch. While the host reads a step's token, the next one runs
-already: the GPU chose that token itself. The step that was enqueued last is
-therefore one that nobody may want; it is simply not read.
+A step of decoding is one graph launch. While the host reads a step's token, the next
+one runs already: the GPU chose that token itself. The step that was enqueued last is
+therefore one that nobody may want; it is simply not read. A prompt's steps are chunks
+of it, launched kernel by kernel.
 """
 
 import ctypes
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,16 @@ from strata_api.v1 import pages
 from strata_kernels import structs
 from strata_kernels.compiler import SOURCES
 from strata_kernels.launch import Kernels
-from strata_kernels.structs import KvCells, SampleOptions, Step
+from strata_kernels.structs import Activation, KvCells, SampleOptions, Step
 
 from strata_client import timings
 from strata_client.engine import Engine
 from strata_client.gpu.address_table import AddressTable
 from strata_client.gpu.decoder import Decoder
 from strata_client.gpu.device import Device, bytes_at
-from strata_client.models.base import F32, ModelError
+from strata_client.gpu.prompt import LOGITS_TOKENS, STAGING_BYTES, Prompt
+from strata_client.gpu.streaming import ExpertStream
+from strata_client.models.base import F32, I32, ModelError
 from strata_client.sampler import SamplerOptions
 from vmmd.driver.cuda_calls import call
 from vmmd.errors import LeaseRevoked
@@ -31,6 +34,7 @@ from vmmd.errors import LeaseRevoked
 KV_TYPES = {"f16": structs.KV_F16, "bf16": structs.KV_BF16, "q8_0": structs.KV_Q8_0}
 KV_TYPE_DEFAULT = "f16"
 
+_SOURCES = ("decode", "sample", "prompt_matmul", "prompt_route", "prompt_rows", "store_kv")
 _IN_FLIGHT_MAX = 3
 _NOT_FINITE = (1 << 64) - 1
 _TOKEN_OFFSET = Step.token.offset
@@ -52,7 +56,7 @@ class GpuEngine(Engine):
             self._device = device = Device(self._kv.range.device_uuid)
         steps.drain = device.synchronize
         with timings.stage("kernels"):
-            sources = [SOURCES / name for name in ("decode.cu", f"attend_{kv_type}.cu", "sample.cu")]
+            sources = [SOURCES / f"{name}.cu" for name in (*_SOURCES, f"attend_{kv_type}")]
             kernels = Kernels(sources, model.type_names())
         cells = KvCells(
             self._kv.range.address,
@@ -69,13 +73,22 @@ class GpuEngine(Engine):
         with timings.stage("graph"):
             self._decoder = Decoder(device, kernels, model, memory, cells, retired, heat)
             self._decoder.capture()
-        self._skip = kernels.prepare(
-            "end_step",
-            1,
-            32,
-            [self._decoder.buffers["step"], 0, ctypes.c_uint64(retired)],
-            stream=device.stream,
-        )
+            buffers = self._decoder.buffers
+            launches = dict(self._decoder.launches)
+            self._head, self._sample = launches["head"], launches["sample"]
+            self._skip, self._end = (
+                kernels.prepare(
+                    "end_step", 1, 32, [buffers["step"], cells, ctypes.c_uint64(retired)], stream=device.stream
+                )
+                for cells in (0, 1)
+            )
+        with timings.stage("prompt kernels"):
+            self._prompt = Prompt(
+                device, kernels, model, memory, cells, table=buffers["table"].value,
+                heat=heat + params.n_layers * params.n_experts * pages.WORD_BYTES,
+                h=Activation.at(buffers["h"].value, params.d_model),
+                stream=ExpertStream(device, model.expert_sizes(), STAGING_BYTES),
+            )  # fmt: skip
         self._table = AddressTable(memory, model.expert_sizes())
         self._tables = device.pinned((_IN_FLIGHT_MAX + 1, *self._table.words.shape), np.uint64)
         self._tokens = device.pinned((_IN_FLIGHT_MAX + 1, 1), np.int32)
@@ -104,14 +117,18 @@ class GpuEngine(Engine):
             min(options.top_k, (1 << 31) - 1),
             self.position + len(prompt) - 1,
         )
+        if self._pending:
+            self._place(self.position)
         buffers, device = self._decoder.buffers, self._device
         device.upload(buffers["options"].value, np.frombuffer(bytearray(how), np.uint8))
-        for token in prompt[:-1]:
-            self._enqueue(token)
         seen = np.zeros(-(-self.model.params.n_vocab // 32) * 32, np.uint8)
         seen[np.asarray(prompt)] = 1
         device.upload(buffers["seen"].value, np.packbits(seen, bitorder="little"))
-        self._pending.append(self._enqueue(prompt[-1]))
+        rest = np.asarray(prompt, np.int32)
+        while len(rest) > self._prompt.tokens_max:
+            self._enqueue_chunk(rest[: self._prompt.tokens_max], self._end)
+            rest = rest[self._prompt.tokens_max :]
+        self._pending.append(self._enqueue_chunk(rest, self._head, self._sample))
         self.position = self._enqueued
         self._last = None
 
@@ -123,10 +140,10 @@ class GpuEngine(Engine):
         if self._last is not None:
             self.position += 1
         if not self._pending:
-            self._pending.append(self._enqueue(None))
+            self._pending.append(self._enqueue_token(None))
         number = self._pending.popleft()
         if self._enqueued < min(self._kv.cells, self.context):
-            self._pending.append(self._enqueue(None))
+            self._pending.append(self._enqueue_token(None))
         self._wait(number)
         token = int(self._decoder.ring[number % structs.RING_WORDS])
         if token == _NOT_FINITE:
@@ -144,53 +161,80 @@ class GpuEngine(Engine):
         """
         if self._pending:
             self._place(self.position)
-        params = self.model.params
-        wanted = len(tokens) if all_logits else 1
-        logits = np.empty((wanted, params.n_vocab), np.float32)
-        for i, token in enumerate(tokens, wanted - len(tokens)):
-            self._enqueue(token)
-            if i >= 0:
-                self._device.download(logits[i], self._decoder.buffers["logits"].value)
-        logits[:, params.n_tokens :] = -np.inf
+        width = LOGITS_TOKENS if prompt else 1
+        rows = [self._logits_of(tokens[at : at + width], prompt) for at in range(0, len(tokens), width)]
+        logits = np.concatenate(rows if all_logits else rows[-1:])
+        logits[:, self.model.params.n_tokens :] = -np.inf
         self.position = self._enqueued
-        return logits if all_logits else logits[0]
+        return logits if all_logits else logits[-1]
 
     def close(self) -> None:
         """Waits until nothing runs any more."""
         self._device.synchronize()
 
-    def _enqueue(self, token: int | None) -> int:
-        """Publishes and launches a step for a token, or for the one that the step before chooses; its number."""
+    def _logits_of(self, tokens: Sequence[int], prompt: bool) -> F32:
+        """Evaluates up to `LOGITS_TOKENS` tokens of a prompt, or one as decoding does; logits `[n, n_vocab]`."""
+        logits = np.empty((len(tokens), self.model.params.n_vocab), np.float32)
+        if prompt:
+            self._enqueue_chunk(np.asarray(tokens, np.int32), self._prompt.enqueue_logits, self._end)
+            self._device.download(logits, self._prompt.logits)
+        else:
+            self._enqueue_token(tokens[0])
+            self._device.download(logits, self._decoder.buffers["logits"].value)
+        return logits
+
+    def _enqueue_token(self, token: int | None) -> int:
+        """Enqueues a step of decoding for a token, or for the one that the step before chooses; its number."""
+
+        def launch(number: int) -> None:
+            if token is not None:
+                place = number % len(self._tokens)
+                self._tokens[place] = token
+                self._device.upload(self._decoder.buffers["step"].value + _TOKEN_OFFSET, self._tokens[place])
+            self._decoder.launch()
+
+        return self._enqueue(1, launch, prompt=False)
+
+    def _enqueue_chunk(self, tokens: I32, *ends: Callable[[], None]) -> int:
+        """Enqueues a chunk of a prompt and what shall follow it, the last of which ends the step; its number."""
+
+        def launch(number: int) -> None:
+            self._prompt.enqueue(tokens, self._enqueued, self._table)
+            self._set_step(number, self._enqueued + len(tokens) - 1)
+            for end in ends:
+                end()
+
+        return self._enqueue(len(tokens), launch, prompt=True)
+
+    def _enqueue(self, n: int, launch: Callable[[int], None], *, prompt: bool) -> int:
+        """Publishes a step of n tokens and launches it; its number."""
         self._signals.between_steps()
         self._signals.hold()
         try:
             number = self._opened.steps.publish()
             try:
-                self._launch(number, token)
+                self._update_table(number, n)
+                self._opened.memory.count(n, prompt=prompt)
+                launch(number)
             except BaseException:
                 self._skip()
                 raise
         finally:
             self._signals.release()
-        self._enqueued += 1
-        self._opened.steps.count(1, self._enqueued)
+        call(self._device.cu.cuEventRecord, self._ended[number % len(self._ended)], self._device.stream)
+        self._enqueued += n
+        self._opened.steps.count(n, self._enqueued)
         return number
 
-    def _launch(self, number: int, token: int | None) -> None:
-        """Launches the step that was published. Its entries are read, and its memory stays as it is until it ends."""
-        if self._kv.cells <= self._enqueued:
+    def _update_table(self, number: int, n: int) -> None:
+        """Reads where experts are, for the step that was published. They stay there until it ends."""
+        if self._kv.cells < self._enqueued + n:
             raise LeaseRevoked(f"the daemon took K/V back: {self._kv.cells} cells are left")
-        buffers, place = self._decoder.buffers, number % len(self._ended)
         self._wait(number - _IN_FLIGHT_MAX)
         if self._table.refresh():
+            place = number % len(self._tables)
             self._tables[place] = self._table.words
-            self._device.upload(buffers["table"].value, self._tables[place])
-        if token is not None:
-            self._tokens[place] = token
-            self._device.upload(buffers["step"].value + _TOKEN_OFFSET, self._tokens[place])
-        self._opened.memory.count(1, prompt=False)
-        self._decoder.launch()
-        call(self._device.cu.cuEventRecord, self._ended[place], self._device.stream)
+            self._device.upload(self._decoder.buffers["table"].value, self._tables[place])
 
     def _wait(self, number: int) -> None:
         """Waits for a step's end. Errors: `DriverError`."""
@@ -201,7 +245,9 @@ class GpuEngine(Engine):
         self._device.synchronize()
         self._pending.clear()
         self._enqueued = position
-        launched = int(self._opened.steps.line[pages.WORD_LAUNCHED])
-        step = np.frombuffer(bytearray(Step(launched + 1, position, 0)), np.uint8)
+        self._set_step(int(self._opened.steps.line[pages.WORD_LAUNCHED]) + 1, position)
+
+    def _set_step(self, number: int, position: int) -> None:
+        """Lets what is enqueued next run as that step, in that cell."""
+        step = np.frombuffer(bytearray(Step(number, position, 0)), np.uint8)
         self._device.upload(self._decoder.buffers["step"].value, step)
-        self._device.synchronize()

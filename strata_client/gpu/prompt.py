@@ -19,7 +19,7 @@ from strata_kernels.attention import (
     attend_prompt_shape,
     store_kv_grid,
 )
-from strata_kernels.launch import Dimensions, Kernels, Launch
+from strata_kernels.launch import DeviceBuffer, Dimensions, Kernels, Launch
 from strata_kernels.prompt import Experts, Groups, HalfRows
 from strata_kernels.structs import Activation, Heat, KvCells, Matrix
 
@@ -34,6 +34,9 @@ from vmmd.errors import InvalidRequest
 
 TOKENS_MAX = 512
 """Tokens of a chunk, unless more are asked for."""
+
+LOGITS_TOKENS = 64
+"""The most tokens of a chunk whose logits are all wanted."""
 
 TOKENS_IN_PLACE = 8
 """Up to so many tokens, experts in host slabs are read where they lie: few of them are wanted at all."""
@@ -81,6 +84,7 @@ class Prompt:
     Attributes:
         tokens_max: the most tokens of a chunk.
         buffers: `x` float32 `[n, d_model]`, the residual after the last layer, and what passes between kernels.
+        logits: address of float32 `[n, n_vocab]`, once `enqueue_logits` was called.
     """
 
     def __init__(
@@ -122,6 +126,8 @@ class Prompt:
         self._heat = heat
         self._stream = stream
         self._order_is_there = False
+        self._all_logits: list[Launch] | None = None
+        self._logits_buffer: DeviceBuffer | None = None
         params = model.params
         d_attention = params.n_heads * params.head_dim
         d_qkv = d_attention + 2 * params.n_kv_heads * params.head_dim
@@ -199,9 +205,42 @@ class Prompt:
             self._enqueue_mixture(layer, mixture, is_in_place)
         self._last()
 
+    def enqueue_logits(self) -> None:
+        """Enqueues the logits of all tokens of the chunk before, at most `LOGITS_TOKENS`.
+
+        Errors: `DriverError`.
+        """
+        if self._all_logits is None:
+            self._all_logits = self._prepare_logits()
+        for launch in self._all_logits:
+            launch()
+
+    @property
+    def logits(self) -> int:
+        assert self._logits_buffer is not None
+        return self._logits_buffer.address
+
     def close(self) -> None:
         """Frees the memory; nothing may run."""
         self.buffers.close()
+        if self._logits_buffer is not None:
+            self._logits_buffer.close()
+
+    def _prepare_logits(self) -> list[Launch]:
+        """Memory and launches that nothing but a look at all logits needs."""
+        model, buffers, n = self._model, self.buffers, self._launches.n
+        d_model, n_vocab = model.params.d_model, model.params.n_vocab
+        self._logits_buffer = DeviceBuffer(4 * LOGITS_TOKENS * n_vocab)
+        none = Matrix(0, 0, 0)
+        return [
+            self._prepare_norm("output_norm.weight", floats=False),
+            self._launches.prepare_tiles(
+                "matmul_prompt", lambda n: shapes.matmul_grid(n, n_vocab),
+                HalfRows.unscaled(buffers["halves"].value, d_model),
+                self._weights.matrix("token_embd.weight" if model.tied_output else "output.weight"),
+                none, none, ctypes.c_uint64(self._logits_buffer.address), n, n_vocab, 0,
+            ),
+        ]  # fmt: skip
 
     def _prepare_norm(self, name: str, *, floats: bool) -> Launch:
         """The residual, normed."""

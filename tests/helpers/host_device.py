@@ -38,14 +38,16 @@ class _Operation:
 
 
 class HostCuda:
-    """The calls of ``cuda.bindings.driver`` that concern streams, events and copies."""
+    """The calls of ``cuda.bindings.driver`` that concern streams, events, copies and graphs."""
 
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2, CU_EVENT_BLOCKING_SYNC=1)
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
         self._streams: list[deque[_Operation]] = []
+        self._captured: dict[int, list[Callable[[], Any]]] = {}  # by stream that is captured
         self.copied_bytes = 0
 
     def cuStreamCreate(self, flags: int) -> tuple[int, int]:
@@ -61,11 +63,7 @@ class HostCuda:
     def cuStreamSynchronize(self, stream: int) -> tuple[int]:
         """Runs until a stream is empty."""
         while self._streams[stream - 1]:
-            ready = [s for s in self._streams if s and (s[0].waits_for is None or s[0].waits_for.is_done)]
-            assert ready, "streams wait for each other"
-            operation = ready[self._rng.integers(len(ready))].popleft()
-            operation.run()
-            operation.is_done = True
+            self._run_one()
         return OK
 
     def cuEventCreate(self, flags: int) -> tuple[int, _Event]:
@@ -81,6 +79,12 @@ class HostCuda:
         event.recorded = self.enqueue(stream, lambda: None)
         return OK
 
+    def cuEventSynchronize(self, event: _Event) -> tuple[int]:
+        """Runs until the place that was recorded last is done."""
+        while event.recorded is not None and not event.recorded.is_done:
+            self._run_one()
+        return OK
+
     def cuStreamWaitEvent(self, stream: int, event: _Event, flags: int) -> tuple[int]:
         """What comes later in the stream waits for the place that was recorded last."""
         self.enqueue(stream, lambda: None, event.recorded)
@@ -92,11 +96,49 @@ class HostCuda:
         self.enqueue(stream, lambda: ctypes.memmove(target, source, size_bytes))
         return OK
 
+    def cuStreamBeginCapture(self, stream: int, mode: int) -> tuple[int]:
+        """What is enqueued from here on is kept instead."""
+        self._captured[stream] = []
+        return OK
+
+    def cuStreamEndCapture(self, stream: int) -> tuple[int, list[Callable[[], Any]]]:
+        """A graph: what was kept, in its order."""
+        return 0, self._captured.pop(stream)
+
+    def cuGraphInstantiate(self, graph: list[Callable[[], Any]], flags: int) -> tuple[int, list[Callable[[], Any]]]:
+        """The graph itself."""
+        return 0, graph
+
+    def cuGraphUpload(self, graph: list[Callable[[], Any]], stream: int) -> tuple[int]:
+        """Nothing to do."""
+        return OK
+
+    def cuGraphDestroy(self, graph: list[Callable[[], Any]]) -> tuple[int]:
+        """Instances outlive it."""
+        return OK
+
+    def cuGraphLaunch(self, graph: list[Callable[[], Any]], stream: int) -> tuple[int]:
+        """Enqueues all of it."""
+        for run in graph:
+            self.enqueue(stream, run)
+        return OK
+
     def enqueue(self, stream: int, run: Callable[[], Any], waits_for: _Operation | None = None) -> _Operation:
-        """Puts an operation at the end of a stream."""
+        """Puts an operation at the end of a stream, or into the graph that is captured there."""
         operation = _Operation(run, waits_for)
-        self._streams[stream - 1].append(operation)
+        if stream in self._captured:
+            self._captured[stream].append(run)
+        else:
+            self._streams[stream - 1].append(operation)
         return operation
+
+    def _run_one(self) -> None:
+        """Runs an operation that is at the front of its stream and may run."""
+        ready = [s for s in self._streams if s and (s[0].waits_for is None or s[0].waits_for.is_done)]
+        assert ready, "streams wait for each other"
+        operation = ready[self._rng.integers(len(ready))].popleft()
+        operation.run()
+        operation.is_done = True
 
 
 class HostDevice:
@@ -107,10 +149,24 @@ class HostDevice:
     def __init__(self, rng: np.random.Generator) -> None:
         self.cu = HostCuda(rng)
         self.stream = self.cu.cuStreamCreate(0)[1]
+        self._pinned: list[Array] = []
 
     def synchronize(self) -> None:
         """Runs all that the stream has."""
         self.cu.cuStreamSynchronize(self.stream)
+
+    def event(self) -> _Event:
+        """An event."""
+        return _Event()
+
+    def pinned(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """A zeroed array that lives as long as this device."""
+        self._pinned.append(np.zeros(shape, dtype))
+        return self._pinned[-1]
+
+    def register(self, page: Array) -> int:
+        """Where the page is anyway."""
+        return page.ctypes.data
 
     def upload(self, address: int, array: Array) -> None:
         """Copies what the array holds now."""

@@ -1,0 +1,129 @@
+"""The engine on a GPU that the host plays, with a real daemon: texts, logits, and steps beside trades."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from strata_client import engine as engines
+from strata_client.engine import Engine, open_engine
+from strata_client.gpu import decoder, prompt, streaming
+from strata_client.gpu import engine as gpu_engine
+from strata_client.gpu.prompt import LOGITS_TOKENS
+from strata_client.mapping import MappedRange
+from strata_client.models.base import F32
+from strata_client.models.gguf_file import open_model_file
+from strata_client.models.qwen3moe import Qwen3Moe
+from strata_client.output import Signals
+from strata_client.sampler import SamplerOptions
+from tests.helpers.cuda_host import require_host_compiler
+from tests.helpers.daemon import Daemon, running_daemon
+from tests.helpers.gguf_builder import DATA
+from tests.helpers.host_device import HostBuffer, HostDevice, HostKernelSet
+
+MICRO = DATA / "micro.gguf"
+LOGITS_MEDIAN = 0.03
+PROMPT = [5, 9, 44, 101, 3, 77, 12, 12, 200, 31, 8]
+
+
+@pytest.fixture(autouse=True)
+def gpu_played_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's memory, streams and kernels in the place of a GPU's."""
+    require_host_compiler()
+    seeds = np.random.default_rng()
+    monkeypatch.setattr(decoder, "DeviceBuffer", HostBuffer)
+    monkeypatch.setattr(prompt, "DeviceBuffer", HostBuffer)
+    monkeypatch.setattr(streaming, "DeviceBuffer", HostBuffer)
+    devices: list[HostDevice] = []
+
+    def device(uuid: str) -> HostDevice:
+        devices.append(HostDevice(np.random.default_rng(seeds.integers(1 << 32))))
+        return devices[-1]
+
+    def kernels(sources: Sequence[Path], types: Sequence[str]) -> HostKernelSet:
+        return HostKernelSet(devices[-1], sources)
+
+    monkeypatch.setattr(gpu_engine, "Device", device)
+    monkeypatch.setattr(gpu_engine, "Kernels", kernels)
+    monkeypatch.setattr(MappedRange, "address", property(lambda self: self.view.ctypes.data))
+
+
+@contextmanager
+def opened(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, *, gpu: bool, context: int = 256) -> Iterator[Engine]:
+    """An engine for micro.gguf, the host's own or a GPU's."""
+    monkeypatch.setattr(engines, "is_gpu", lambda uuid: gpu)
+    with open_model_file(str(MICRO)) as model_file:
+        lines: list[str] = []
+        with open_engine(
+            Qwen3Moe(model_file), model_file, [daemon.directory], context=context, device=None, kv_type=None,
+            say=lines.append, say_verbose=lines.append, signals=Signals(), progress=lambda done, total: None,
+        ) as engine:  # fmt: skip
+            yield engine
+
+
+def text(engine: Engine, prompt_tokens: Sequence[int], n: int, options: SamplerOptions) -> list[int]:
+    """The tokens that follow a prompt."""
+    engine.restart()
+    engine.prepare(len(prompt_tokens))
+    engine.begin(prompt_tokens, options)
+    tokens = [engine.next_token()]
+    while len(tokens) < n:
+        assert engine.has_room()
+        tokens.append(engine.next_token())
+    return tokens
+
+
+def test_greedy_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens as on the host, the first after a chunk of the prompt, and again when it begins anew."""
+    with running_daemon() as daemon:
+        with opened(daemon, monkeypatch, gpu=False) as host:
+            wanted = text(host, PROMPT, 12, SamplerOptions(temperature=0))
+        with opened(daemon, monkeypatch, gpu=True) as engine:
+            for _ in range(2):
+                assert text(engine, PROMPT, 12, SamplerOptions(temperature=0)) == wanted
+
+
+def test_sampled_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed makes the same text each time, also of a prompt in several chunks; other seeds make others."""
+    tokens = PROMPT * 4
+    with running_daemon() as daemon, opened(daemon, monkeypatch, gpu=True) as engine:
+        texts = [text(engine, tokens, 8, SamplerOptions(temperature=1.5, seed=seed)) for seed in (3, 3, 4)]
+        assert texts[0] == texts[1] != texts[2]
+        engine._prompt.tokens_max = 16
+        assert text(engine, tokens, 8, SamplerOptions(temperature=1.5, seed=3)) == texts[0]
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+def test_logits(monkeypatch: pytest.MonkeyPatch, prompt: bool) -> None:
+    """The logits of every token are the host's, but for rounding, in chunks and token by token."""
+    tokens = [int(token) for token in np.random.default_rng().integers(0, 400, LOGITS_TOKENS + 6)]
+    with running_daemon() as daemon:
+        logits = []
+        for gpu in (False, True):
+            with opened(daemon, monkeypatch, gpu=gpu) as engine:
+                engine.prepare(len(tokens))
+                logits.append(engine.step(tokens, prompt=prompt, all_logits=True)[:, : engine.model.params.n_tokens])
+        assert np.median(np.abs(logits[1] - logits[0])) < LOGITS_MEDIAN
+
+
+def test_the_same_bits_wherever_experts_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits do not depend on what is on the device, neither of prompts nor while decoding."""
+    slabs = "slab_bytes = 65536\n"
+    with running_daemon(slabs) as daemon, opened(daemon, monkeypatch, gpu=True) as engine:
+        resident = logits_while_decoding(engine)
+        assert not engine._table.in_host.any()
+        device = daemon.status()["devices"][0]
+    cap_bytes = device["kv_bytes"] + device["weights_bytes"] + device["experts_bytes"] // 2
+    with running_daemon(f"{slabs}cap_bytes = {cap_bytes}\n") as daemon, opened(daemon, monkeypatch, gpu=True) as engine:
+        assert np.array_equal(logits_while_decoding(engine), resident)
+        assert engine._table.in_host.any()
+        assert not engine._table.in_host.all()
+
+
+def logits_while_decoding(engine: Engine) -> F32:
+    """Of a prompt and of tokens after it."""
+    engine.prepare(5 * len(PROMPT))
+    logits = [engine.step(PROMPT * 3, prompt=True, all_logits=True), engine.step(PROMPT, prompt=False, all_logits=True)]
+    return np.concatenate(logits)
