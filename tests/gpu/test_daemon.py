@@ -453,9 +453,9 @@ def test_dead_context_is_its_devices_alone(machine: Machine, small: SmallModel) 
 
 
 def test_other_gpu_outlives_a_dead_context(machine: Machine, small: SmallModel) -> None:
-    """Where one GPU's context has died, the same process goes on with the other: slabs, fills and memory."""
-    if len(machine.uuids) < 2:
-        pytest.skip("this host has one GPU; the test needs two")
+    """Where one GPU's context alone has died, the same process goes on with the other: slabs, fills and memory."""
+    if machine.fake is None:
+        pytest.skip("a kernel's fault ends the contexts of all GPUs; only the stand-in loses one alone")
     path = os.fspath(small.path)
     with doomed(machine) as process:
         for device in (0, 1):
@@ -471,16 +471,17 @@ def test_other_gpu_outlives_a_dead_context(machine: Machine, small: SmallModel) 
 
 
 def test_sessions_are_told_of_a_dead_context(machine: Machine, small: SmallModel) -> None:
-    """A daemon whose GPU died tells its sessions, refuses that GPU with the reason, and serves the others."""
+    """A daemon whose GPU died tells its sessions, refuses that GPU with the reason, and serves those that live."""
     with doomed(machine) as process:
         seen = process.ask("run_manager", small)
     print(seen)
-    first = machine.uuids[0]
+    first, takes_all = machine.uuids[0], machine.fake is None
     assert seen["kernel"] == "CUDA_ERROR_ILLEGAL_ADDRESS"
     assert any(f"{first} has failed" in notice for notice in seen["notices"])
-    assert seen["states"] == {uuid: "failed" if uuid == first else "ok" for uuid in (*machine.uuids, HOST_UUID)}
+    dead = machine.uuids if takes_all else [first]
+    assert seen["states"] == {uuid: "failed" if uuid in dead else "ok" for uuid in (*machine.uuids, HOST_UUID)}
     assert f"{first} has failed" in seen["growth"]
     assert f"{first} has failed" in seen["opening"]
     assert seen["stale"]
-    if len(machine.uuids) > 1:
+    if len(machine.uuids) > 1 and not takes_all:
         assert seen["on the other"] == (small.n, small.n, 0)

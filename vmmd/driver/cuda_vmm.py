@@ -6,6 +6,10 @@ host memory are allocations on the node of a GPU, which GPUs read at the full
 rate of the bus; where the driver or the container refuses those, they are sealed
 memfds that each process registers with CUDA.
 
+A device whose context died is failed, and the others go on. A kernel that faults ends
+the contexts of all GPUs in its process for good (driver 580), so this process launches
+none; after such an error only a new process has them back.
+
 CUDA does not tell whether another process holds a slab, nor can it take one from
 a living process: `held_elsewhere` is None.
 """

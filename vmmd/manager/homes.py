@@ -1,8 +1,10 @@
 """Homes: a copy in host memory of every expert that may be evicted.
 
-Host memory is slow to make, so it is made from the very beginning of an opening,
-some slabs at a time, by threads of its own. Three stages follow each other, each
-working on what the one before has done:
+Host memory is slow to make, and while the kernel clears it a file is read five times
+more slowly. So it is made when the device slots are filled and steps can start, or from
+the very beginning where steps cannot start without some home; some slabs at a time, by
+threads of its own. Three stages follow each other, each working on what the one before
+has done:
 
 1. make slabs, and grant them to the sessions;
 2. fill them, once the device slots are filled: those come first;
@@ -98,6 +100,8 @@ class Homes:
     async def _make(self) -> None:
         """Stage 1. Errors: `VmmError`; what was made before is passed on."""
         try:
+            if not self._needed.any():
+                await self.slots_are_filled.wait()
             for experts in self._groups():
                 if self._ended:
                     return
