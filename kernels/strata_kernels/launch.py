@@ -240,6 +240,9 @@ class _Function:
             self.parameters.append(size)
         self._limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self._shared_bytes_max: int = call(cu.cuFuncGetAttribute, self._limit, handle)
+        # Kernels run beside each other only on multiprocessors that are divided as all of them need.
+        carveout = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        call(cu.cuFuncSetAttribute, handle, carveout, 100)
 
     def need_shared(self, size_bytes: int) -> None:
         if size_bytes > self._shared_bytes_max:

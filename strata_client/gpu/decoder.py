@@ -1,13 +1,14 @@
 """One decode step as a CUDA graph. `docs/kernels.md` tells what the kernels do and what they hand on."""
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
-from strata_kernels import attention, structs
+from strata_kernels import attention, decode, structs
 from strata_kernels.attention import AttendArguments
 from strata_kernels.launch import DeviceBuffer, Kernels, Launch
 from strata_kernels.structs import Activation, KvCells, Matrix, SampleOptions, Step
@@ -42,6 +43,11 @@ class Weights:
         """A matrix of any type."""
         tensor = self._model.tensor(name)
         return Matrix(self._memory.weight_address(name), int(tensor.type), tensor.dims[1])
+
+    def row_bytes(self, name: str) -> int:
+        """Of a matrix, 0 if it is not aligned to 16 bytes."""
+        tensor = self._model.tensor(name)
+        return 0 if self._memory.weight_address(name) % 16 else tensor.size_bytes // tensor.dims[1]
 
     def vector(self, name: str) -> ctypes.c_uint64:
         """The address of a float32 vector. Errors: `ModelError` for another type."""
@@ -89,6 +95,7 @@ class Decoder:
         kv: KvCells,
         retired: int,
         heat: int,
+        in_place: Callable[[], Kernels],
     ) -> None:
         """Prepares the launches.
 
@@ -100,11 +107,13 @@ class Decoder:
             kv: the sequence's cells.
             retired: address of the session page's word, for kernels.
             heat: address of the heat page's decode counts, uint64 `[n_layers, n_experts]`, for kernels.
+            in_place: makes ``decode_in_place.cu``'s kernels, for matrices that need them.
 
         Errors: `ModelError`, `DriverError`.
         """
         self._device = device
         self._kernels = kernels
+        self._make_in_place = in_place
         self._model = model
         self._weights = Weights(model, memory)
         self._kv = kv
@@ -137,6 +146,10 @@ class Decoder:
         self._retired = ctypes.c_uint64(retired)
         self.launches = list(self._launches())
         self._graph: Any = None
+
+    @cached_property
+    def _in_place(self) -> Kernels:
+        return self._make_in_place()
 
     def capture(self) -> None:
         """Makes the graph. Errors: `DriverError`."""
@@ -171,6 +184,15 @@ class Decoder:
             stream = self._device.stream
             return name, self._kernels.prepare(name, grid, block, args, shared_bytes, stream, programmatic=not first)
 
+        def launch_rows(
+            name: str, grid: int | tuple[int, ...], block: int, *args: Any, rows: int = decode.ROWS,
+            matrices: Sequence[int], beside_bytes: int = 0,
+        ) -> Any:  # fmt: skip
+            """Of a kernel that takes `rows` rows of each of some matrices, with rows of so many bytes, in a block."""
+            shared_bytes = decode.staged_bytes(matrices, self._device.shared_bytes_max, rows, beside_bytes)
+            kernels = self._kernels if shared_bytes else self._in_place
+            return name, kernels.prepare(name, grid, block, args, shared_bytes, self._device.stream, programmatic=True)
+
         first_norm = weights.vector("blk.0.attn_norm.weight")
         yield launch(
             "embed",
@@ -193,7 +215,10 @@ class Decoder:
         for layer in range(params.n_layers):
             blk = f"blk.{layer}."
             q, k, v = (weights.matrix(f"{blk}attn_{name}.weight") for name in "qkv")
-            yield launch("qkv", -(-(d_attention + 2 * d_kv) // 16), 256, h, q, k, v, qkv, d_model, eps)
+            yield launch_rows(
+                "qkv", (d_attention + 2 * d_kv) // decode.ROWS, decode.THREADS, h, q, k, v, qkv, d_model, eps,
+                matrices=[decode.longest(weights.row_bytes(f"{blk}attn_{name}.weight") for name in "qkv")],
+            )  # fmt: skip
             yield launch(
                 attend.name, (params.n_kv_heads, self.splits), attend.threads,
                 AttendArguments(
@@ -204,30 +229,42 @@ class Decoder:
                 ),
                 shared_bytes=attend.shared_bytes,
             )  # fmt: skip
-            yield launch(
-                "attend_out", d_model // 16, 512,
+            yield launch_rows(
+                "attend_out", d_model // decode.ROWS, decode.THREADS,
                 attended, weights.matrix(blk + "attn_output.weight"), x, weights.vector(blk + "ffn_norm.weight"), h,
-                d_attention,
+                d_attention, matrices=[weights.row_bytes(blk + "attn_output.weight")],
             )  # fmt: skip
-            yield launch(
-                "route", params.n_experts, 128, h, weights.matrix(blk + "ffn_gate_inp.weight"), scores, d_model, eps
-            )
+            router = blk + "ffn_gate_inp.weight"
+            yield launch_rows(
+                "route", params.n_experts, decode.ROUTE_THREADS, h, weights.matrix(router), scores, d_model, eps,
+                matrices=[weights.row_bytes(router)], rows=1,
+            )  # fmt: skip
             offset = layer * params.n_experts * 8
             table = ctypes.c_uint64(buffers["table"].value + 3 * offset)
             heat = structs.Heat(buffers["heat"].value + offset, self._heat + offset)
             gate_type, up_type, down_type = map(int, self._model.expert_types(layer))
-            yield launch(
-                "gate_up", (d_expert // 16, top_k), 256,
+            gate_bytes, up_bytes, down_bytes = self._model.expert_bytes(layer, 0)
+            matrices, beside_bytes = [gate_bytes // d_expert, up_bytes // d_expert], decode.activation_bytes(d_model)
+            rows = decode.gate_up_rows(
+                d_expert, top_k, self._device.multiprocessors, self._device.shared_bytes_max, matrices, beside_bytes
+            )
+            yield launch_rows(
+                "gate_up", (d_expert // rows, top_k), 16 * rows,
                 h, scores, table, g, heat, params.n_experts, top_k, gate_type, up_type, d_model, d_expert, eps,
+                rows=rows, matrices=matrices, beside_bytes=beside_bytes,
             )  # fmt: skip
             last = layer == params.n_layers - 1
             norm = "output_norm.weight" if last else f"blk.{layer + 1}.attn_norm.weight"
-            yield launch(
-                "down", d_model // 16, 512,
+            yield launch_rows(
+                "down", d_model // decode.ROWS, decode.THREADS,
                 g, scores, table, x, weights.vector(norm), h, params.n_experts, top_k, down_type, d_expert,
+                matrices=[down_bytes // d_model] * top_k,
             )  # fmt: skip
-        output = weights.matrix("token_embd.weight" if self._model.tied_output else "output.weight")
-        yield launch("head", -(-params.n_vocab // 16), 256, h, output, buffers["logits"], d_model, eps)
+        output = "token_embd.weight" if self._model.tied_output else "output.weight"
+        yield launch_rows(
+            "head", -(-params.n_vocab // decode.ROWS), decode.THREADS,
+            h, weights.matrix(output), buffers["logits"], d_model, eps, matrices=[weights.row_bytes(output)],
+        )  # fmt: skip
         ring = ctypes.c_uint64(self.ring.ctypes.data)
         yield launch(
             "sample", structs.sample_blocks(params.n_tokens), structs.SAMPLE_THREADS,

@@ -25,6 +25,7 @@ class Device:
         cu: ``cuda.bindings.driver``.
         stream: where steps run.
         multiprocessors: how many the GPU has.
+        shared_bytes_max: shared memory that a block may have.
     """
 
     def __init__(self, uuid: str) -> None:
@@ -36,8 +37,14 @@ class Device:
             raise NotFound(f"this process sees no GPU {uuid!r} (CUDA_VISIBLE_DEVICES?)")
         call(cu.cuCtxSetCurrent, call(cu.cuDevicePrimaryCtxRetain, ordinal))
         self.stream = int(call(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
-        attribute = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-        self.multiprocessors = int(call(cu.cuDeviceGetAttribute, attribute, ordinal))
+        attribute = cu.CUdevice_attribute
+        self.multiprocessors, self.shared_bytes_max = (
+            int(call(cu.cuDeviceGetAttribute, which, ordinal))
+            for which in (
+                attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+                attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+            )
+        )
 
     def synchronize(self) -> None:
         """Waits for all that was launched. Errors: `DriverError`, also of an earlier launch."""

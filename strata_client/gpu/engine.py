@@ -71,7 +71,10 @@ class GpuEngine(Engine):
         retired = device.register(page) + line % _PAGE_BYTES + pages.WORD_RETIRED * pages.WORD_BYTES
         heat = device.register(memory.heat) + pages.HEADER_WORDS * pages.WORD_BYTES
         with timings.stage("graph"):
-            self._decoder = Decoder(device, kernels, model, memory, cells, retired, heat)
+            self._decoder = Decoder(
+                device, kernels, model, memory, cells, retired, heat,
+                in_place=lambda: Kernels([SOURCES / "decode_in_place.cu"], model.type_names()),
+            )  # fmt: skip
             self._decoder.capture()
             buffers = self._decoder.buffers
             launches = dict(self._decoder.launches)

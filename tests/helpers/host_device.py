@@ -145,6 +145,7 @@ class HostDevice:
     """In the place of `strata_client.gpu.device.Device`."""
 
     multiprocessors = 4
+    shared_bytes_max = 99 * 1024
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.cu = HostCuda(rng)

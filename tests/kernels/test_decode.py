@@ -1,12 +1,15 @@
 """The kernels of a decode step, attention and sampling apart."""
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
+from strata_kernels.decode import ROUTE_THREADS, ROWS, THREADS, activation_bytes, gate_up_rows, staged_bytes
 from strata_kernels.reference import router, swiglu
 from strata_kernels.structs import Activation, Heat, Matrix, Step
 
@@ -19,6 +22,35 @@ SOURCE = "decode.cu"
 EPS = np.float32(1e-6)
 
 KINDS = [Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_K, Type.Q6_K, Type.IQ3_S]
+
+
+class Staging:
+    """Which kernels run: those that copy rows to shared memory, or those that read them in place."""
+
+    def __init__(self, in_place: bool) -> None:
+        self.in_place = in_place
+        self.source = "decode_in_place.cu" if in_place else "decode.cu"
+
+    def size(self, kinds: Sequence[Type], n: int, rows: int = ROWS, beside_bytes: int = 0) -> int:
+        """Shared memory for rows of n values of some types."""
+        if self.in_place:
+            return 0
+        size = staged_bytes([row_bytes(kind, n) for kind in kinds], 227 * 1024, rows, beside_bytes)
+        if size == 0:
+            pytest.skip("these rows are read in place only")
+        return size
+
+
+def row_bytes(kind: Type, n: int) -> int:
+    """Of n values."""
+    block_values, block_bytes = GGML_QUANT_SIZES[kind]
+    return n // block_values * block_bytes
+
+
+@pytest.fixture(params=[False, True], ids=["staged", "in place"])
+def staging(request: pytest.FixtureRequest) -> Staging:
+    """Both."""
+    return Staging(request.param)
 
 
 class Vector:
@@ -71,20 +103,24 @@ def test_embed(kernels: KernelRunner, rng: np.random.Generator, kind: Type) -> N
 
 @pytest.mark.parametrize("kinds", [(kind,) * 3 for kind in KINDS] + [(Type.Q4_K, Type.Q4_K, Type.Q6_K)], ids=str)
 @pytest.mark.parametrize("n", [256, 2048])
-def test_qkv(kernels: KernelRunner, rng: np.random.Generator, kinds: tuple[Type, ...], n: int) -> None:
+def test_qkv(
+    kernels: KernelRunner, rng: np.random.Generator, staging: Staging, kinds: tuple[Type, ...], n: int
+) -> None:
     """Query, key and value rows of any types, the key's and value's behind the query's."""
-    rows = (96, 32, 16)
+    rows = (96, 32, 14)
     vector = Vector(kernels, n, rng)
     found = [matrix(kernels, kind, count, n, rng) for kind, count in zip(kinds, rows, strict=True)]
     out = np.full(sum(rows), np.nan, np.float32)
     args = [vector.argument, *(m for m, _ in found), out, n, EPS]
-    kernels.run(SOURCE, "qkv", -(-sum(rows) // 16), 256, args, types=[kind.name for kind in set(kinds)])
+    shared_bytes = max(staging.size([kind], n) for kind in kinds)
+    types = [kind.name for kind in set(kinds)]
+    kernels.run(staging.source, "qkv", -(-sum(rows) // ROWS), THREADS, args, shared_bytes, types=types)
     check("matmul", out, np.concatenate([values @ vector.normed for _, values in found]))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("n", [256, 4096])
-def test_attend_out(kernels: KernelRunner, rng: np.random.Generator, kind: Type, n: int) -> None:
+def test_attend_out(kernels: KernelRunner, rng: np.random.Generator, staging: Staging, kind: Type, n: int) -> None:
     """The product is added to the residual, and its norm's activation handed on."""
     d_model = 64
     attended = rng.standard_normal(n).astype(np.float32)
@@ -94,19 +130,22 @@ def test_attend_out(kernels: KernelRunner, rng: np.random.Generator, kind: Type,
     wanted = x + values @ attended
     packed, out = poisoned(kernels, d_model)
     args = [Activation.at(kernels.address(given), n), m, x, weight, out, n]
-    kernels.run(SOURCE, "attend_out", d_model // 16, 512, args, types=[kind.name])
+    kernels.run(
+        staging.source, "attend_out", d_model // ROWS, THREADS, args, staging.size([kind], n), types=[kind.name]
+    )
     check("matmul", x, wanted)
     check_activation(packed, "embed", x * weight, (x.reshape(-1, 16) ** 2).sum(axis=1))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("n", [256, 2048])
-def test_route(kernels: KernelRunner, rng: np.random.Generator, kind: Type, n: int) -> None:
+def test_route(kernels: KernelRunner, rng: np.random.Generator, staging: Staging, kind: Type, n: int) -> None:
     """Scores of every expert."""
     vector = Vector(kernels, n, rng)
     m, values = matrix(kernels, kind, 19, n, rng)
     scores = np.full(19, np.nan, np.float32)
-    kernels.run(SOURCE, "route", 19, 128, [vector.argument, m, scores, n, EPS], types=[kind.name])
+    args = [vector.argument, m, scores, n, EPS]
+    kernels.run(staging.source, "route", 19, ROUTE_THREADS, args, staging.size([kind], n, rows=1), types=[kind.name])
     check("matmul", scores, values @ vector.normed)
 
 
@@ -137,7 +176,9 @@ MIXES: list[tuple[Type, Type, Type]] = [
 
 @pytest.mark.parametrize("kinds", MIXES, ids=str)
 @pytest.mark.parametrize("top_k", [1, 4])
-def test_mixture(kernels: KernelRunner, rng: np.random.Generator, kinds: tuple[Type, Type, Type], top_k: int) -> None:
+def test_mixture(
+    kernels: KernelRunner, rng: np.random.Generator, staging: Staging, kinds: tuple[Type, Type, Type], top_k: int
+) -> None:
     """The chosen experts' networks, weighted and added to the residual; each counted once as heat."""
     n_experts, d_model, d_expert = 9, 512, 256
     vector = Vector(kernels, d_model, rng)
@@ -152,7 +193,9 @@ def test_mixture(kernels: KernelRunner, rng: np.random.Generator, kinds: tuple[T
     packed, hidden = poisoned(kernels, top_k * d_expert)
     args: list[Any] = [vector.argument, scores, experts.table, hidden, heat, n_experts, top_k]
     args += [int(kinds[0]), int(kinds[1]), d_model, d_expert, EPS]
-    kernels.run(SOURCE, "gate_up", (d_expert // 16, top_k), 256, args, types=types)
+    rows = ROWS if staging.in_place else int(rng.choice([16, 32, 64]))
+    shared_bytes = staging.size(kinds[:2], d_model, rows, activation_bytes(d_model))
+    kernels.run(staging.source, "gate_up", (d_expert // rows, top_k), 16 * rows, args, shared_bytes, types=types)
     wanted = np.stack(
         [swiglu(*(matrix @ vector.normed for matrix in experts.values[expert][:2])) for expert in chosen[0]]
     )
@@ -165,7 +208,8 @@ def test_mixture(kernels: KernelRunner, rng: np.random.Generator, kinds: tuple[T
     before = x.copy()
     out_packed, out = poisoned(kernels, d_model)
     args = [hidden, scores, experts.table, x, weight, out, n_experts, top_k, int(kinds[2]), d_expert]
-    kernels.run(SOURCE, "down", d_model // 16, 512, args, types=types)
+    shared_bytes = staging.size([kinds[2]] * top_k, d_expert)
+    kernels.run(staging.source, "down", d_model // ROWS, THREADS, args, shared_bytes, types=types)
     results = [experts.values[expert][2] @ wanted[rank] for rank, expert in enumerate(chosen[0])]
     check("down", x - before, sum(weights[0, rank] * result for rank, result in enumerate(results)))
     check_activation(out_packed, "embed", x * weight, (x.reshape(-1, 16) ** 2).sum(axis=1))
@@ -189,7 +233,7 @@ def test_any_scores_choose_top_k_different_experts(
         heat = Heat(kernels.address(counts), kernels.address(shared))
         _, hidden = poisoned(kernels, top_k * d_expert)
         args = [vector.argument, scores, table, hidden, heat, n_experts, top_k, 0, 0, d_model, d_expert, EPS]
-        kernels.run(SOURCE, "gate_up", (1, top_k), 256, args, types=["F32"])
+        kernels.run("decode_in_place.cu", "gate_up", (1, top_k), 256, args, types=["F32"])
         assert counts.max() == 1 and counts.sum() == top_k
         if not np.isnan(scores).any():
             assert sorted(np.flatnonzero(counts)) == sorted(router(scores[None], top_k)[0][0].tolist())
@@ -197,14 +241,23 @@ def test_any_scores_choose_top_k_different_experts(
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("rows", [17, 33, 64])
-def test_head(kernels: KernelRunner, rng: np.random.Generator, kind: Type, rows: int) -> None:
+def test_head(kernels: KernelRunner, rng: np.random.Generator, staging: Staging, kind: Type, rows: int) -> None:
     """Logits of every id, odd numbers of them too."""
     n = 512
     vector = Vector(kernels, n, rng)
     m, values = matrix(kernels, kind, rows, n, rng)
     logits = np.full(rows, np.nan, np.float32)
-    kernels.run(SOURCE, "head", -(-rows // 16), 256, [vector.argument, m, logits, n, EPS], types=[kind.name])
+    args = [vector.argument, m, logits, n, EPS]
+    kernels.run(staging.source, "head", -(-rows // ROWS), THREADS, args, staging.size([kind], n), types=[kind.name])
     check("matmul", logits, values @ vector.normed)
+
+
+@pytest.mark.parametrize("d_expert, top_k, rows", [(768, 8, 48), (768, 1, 16), (64, 4, 16), (512, 16, 64)])
+def test_rows_of_gate_up(d_expert: int, top_k: int, rows: int) -> None:
+    """As many as leave no multiprocessor with more than it need have, of those that fit."""
+    assert gate_up_rows(d_expert, top_k, 132, 1 << 20, [1152, 1152], 0) == rows
+    assert gate_up_rows(d_expert, top_k, 132, 48 << 10, [1152, 1152], 0) == ROWS
+    assert gate_up_rows(d_expert, top_k, 132, 1 << 20, [1152, 0], 0) == ROWS
 
 
 def test_end_step(kernels: KernelRunner) -> None:

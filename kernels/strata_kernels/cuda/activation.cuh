@@ -65,6 +65,30 @@ struct Activation {
     squares[group] = square;
   }
 
+  // The same from a whole warp: value v is that of lane % 16, in both halves; `square` of the group.
+  __device__ __forceinline__ void store_lane(int group, float v, float square) const {
+    const int lane = threadIdx.x % 32, at = ACTIVATION_GROUP * group + lane;
+    float largest = fabsf(v);
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, offset));
+    }
+    const float inverse = largest > 0.0f ? 32512.0f / largest : 0.0f;
+    const int q = __float2int_rn(v * inverse);
+    int sum = q;
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
+    if (lane >= ACTIVATION_GROUP) return;
+    values[at] = v;
+    reinterpret_cast<int8_t*>(high)[at] = static_cast<int8_t>((q + 128) >> 8);
+    reinterpret_cast<int8_t*>(low)[at] = static_cast<int8_t>(q & 255);
+    if (lane != 0) return;
+    const float scale = largest / 32512.0f;
+    scales[group] = scale;
+    sums[group] = scale * static_cast<float>(sum);
+    squares[group] = square;
+  }
+
   // The same from four neighbouring lanes: each has the values 4 quad ..., quad % 4 is its lane % 4, and all lanes of the warp
   // call it. Nothing is stored for a lane without `valid`.
   __device__ __forceinline__ void store_quad(int quad, const float (&v)[4], float square, bool valid) const {

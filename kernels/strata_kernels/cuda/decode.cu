@@ -12,13 +12,24 @@
 // where h is RMS-normed x (reference.rms_norm), as an activation of x * norm weight and the factor from its squares.
 // Shapes: x float32 [d_model]; matrices as GGUF lays them out, rows of blocks. d_model, d_expert and n_heads * head_dim
 // are multiples of 32 and of the types' block sizes.
-// Launch geometry: stands at each kernel; all blocks are of one dimension. One warp takes one row or two; a block whose
-// output is an activation has 16 rows, a group of it.
+// Launch geometry: stands at each kernel; all blocks are of one dimension. A block takes 16 rows, a group of an
+// activation, and a warp two of them. Dynamic shared memory: that of strata_kernels.decode; decode_in_place.cu has the
+// same kernels for matrices that do not suit it, and needs none.
 // Accumulation: float32 over a row; integers are summed exactly within a run of a block.
 #include "activation.cuh"
+#include "heat.cuh"
 #include "rows.cuh"
 #include "routing.cuh"
 #include "step.cuh"
+
+// Registers: so few that blocks of the next kernel find room beside these; in place, enough to have loads in flight.
+#ifdef STRATA_IN_PLACE
+#define ROWS_BOUNDS __launch_bounds__(256, 2)
+#define GATE_UP_BOUNDS __launch_bounds__(256, 2)
+#else
+#define ROWS_BOUNDS __launch_bounds__(256, 4)
+#define GATE_UP_BOUNDS __launch_bounds__(1024, 1)
+#endif
 
 namespace strata {
 
@@ -39,16 +50,12 @@ __device__ __forceinline__ void store_group(const Activation& out, int group, co
 
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
 
-// The products of two neighbouring rows with an activation, by one warp.
-template <typename F>
-__device__ __forceinline__ float2 two_rows(const uint8_t* first, int n, const Activation& a) {
-  Rows<F, 2, 64> rows(n, threadIdx.x % 32);
-  rows.row[0] = first;
-  rows.row[1] = first + row_bytes<F>(n);
-  rows.load();
-  float sums[2] = {0.0f, 0.0f};
-  rows.multiply(a, sums);
-  return make_float2(warp_sum(sums[0]), warp_sum(sums[1]));
+// The group of an activation that a block's 16 results are, from shared memory; for its first warp. `square` is that of
+// lane % 16, to be summed up.
+__device__ __forceinline__ void store_results(const Activation& out, int group, float value, float square) {
+#pragma unroll
+  for (int offset = 8; offset > 0; offset /= 2) square += __shfl_xor_sync(0xFFFFFFFFu, square, offset);
+  out.store_lane(group, value, square);
 }
 
 }  // namespace strata
@@ -88,12 +95,13 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 
-// out float32 [q.rows + k.rows + v.rows] = rms * (W a). Rows come in even numbers.
+// out float32 [q.rows + k.rows + v.rows] = rms * (W a). q and k have a multiple of 16 rows, v an even number.
 // Launch: ceil(rows / 16) blocks of 256 threads.
-extern "C" __global__ void __launch_bounds__(256, 3)
+extern "C" __global__ void ROWS_BOUNDS
     qkv(Activation a, Matrix q, Matrix k, Matrix v, float* out, int n, float eps) {
-  const int at = 2 * (blockIdx.x * 8 + threadIdx.x / 32);
-  int row = at;
+  DYNAMIC_SHARED(shared);
+  const int first = ACTIVATION_GROUP * blockIdx.x, mine = threadIdx.x / 32 * 2;
+  int row = first;
   Matrix m = q;
   if (row >= m.rows) {
     row -= m.rows;
@@ -103,62 +111,69 @@ extern "C" __global__ void __launch_bounds__(256, 3)
       m = v;
     }
   }
-  if (row >= m.rows) {
-    let_next_start();
-    return;
-  }
   with_type(m.type, [&](auto format) {
     using F = decltype(format);
-    Rows<F, 2, 64> rows(n, threadIdx.x % 32);
-    rows.row[0] = m.blocks + row * row_bytes<F>(n);
-    rows.row[1] = rows.row[0] + row_bytes<F>(n);
-    rows.load();
+    const int64_t stride = row_bytes<F>(n);
+    const uint8_t* rows = Stage{shared}.ask(m.blocks + row * stride, min(ACTIVATION_GROUP, m.rows - row) * stride);
+    commit_copies();
     wait_for_previous();
     let_next_start();
     const float rms = inverse_rms(a, n, eps);
+    wait_for_rows<0>();
+    if (row + mine >= m.rows) return;
     float sums[2] = {0.0f, 0.0f};
-    rows.multiply(a, sums);
+    multiply<F>(rows + mine * stride, stride, n, threadIdx.x % 32, a, sums);
     const float2 result = make_float2(rms * warp_sum(sums[0]), rms * warp_sum(sums[1]));
-    if (threadIdx.x % 32 == 0) *reinterpret_cast<float2*>(out + at) = result;
+    if (threadIdx.x % 32 == 0) *reinterpret_cast<float2*>(out + first + mine) = result;
   });
 }
 
 // x float32 [m.rows] += W a; out = the activation of x * weight.
-// Launch: m.rows / 16 blocks of 512 threads.
-extern "C" __global__ void __launch_bounds__(512, 1)
+// Launch: m.rows / 16 blocks of 256 threads.
+extern "C" __global__ void ROWS_BOUNDS
     attend_out(Activation a, Matrix m, float* x, const float* weight, Activation out, int n) {
-  __shared__ float results[ACTIVATION_GROUP];
-  const int warp = threadIdx.x / 32, row = blockIdx.x * ACTIVATION_GROUP + warp;
+  DYNAMIC_SHARED(shared);
+  __shared__ __align__(8) float results[ACTIVATION_GROUP];
+  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32 * 2, first = ACTIVATION_GROUP * blockIdx.x;
+  const float norm = weight[first + lane % ACTIVATION_GROUP];
   with_type(m.type, [&](auto format) {
     using F = decltype(format);
-    Rows<F, 1, 128> rows(n, threadIdx.x % 32);
-    rows.row[0] = m.blocks + row * row_bytes<F>(n);
-    rows.load();
+    const int64_t stride = row_bytes<F>(n);
+    const uint8_t* rows = Stage{shared}.ask(m.blocks + first * stride, ACTIVATION_GROUP * stride);
+    commit_copies();
     wait_for_previous();
     let_next_start();
-    const float before = x[row];
-    float sums[1] = {0.0f};
-    rows.multiply(a, sums);
-    const float sum = before + warp_sum(sums[0]);
-    if (threadIdx.x % 32 == 0) results[warp] = x[row] = sum;
+    const float2 before = *reinterpret_cast<const float2*>(x + first + mine);
+    wait_for_rows<0>();
+    float sums[2] = {0.0f, 0.0f};
+    multiply<F>(rows + mine * stride, stride, n, lane, a, sums);
+    const float2 after = make_float2(before.x + warp_sum(sums[0]), before.y + warp_sum(sums[1]));
+    if (lane == 0) {
+      *reinterpret_cast<float2*>(results + mine) = after;
+      *reinterpret_cast<float2*>(x + first + mine) = after;
+    }
   });
   __syncthreads();
-  if (threadIdx.x == 0) store_group(out, blockIdx.x, results, weight + blockIdx.x * ACTIVATION_GROUP);
+  if (mine != 0) return;
+  const float result = results[lane % ACTIVATION_GROUP];
+  store_results(out, blockIdx.x, result * norm, result * result);
 }
 
 // scores float32 [m.rows] = rms * (W a), in the order of sums that a row of floats has.
 // Launch: m.rows blocks of 128 threads.
 extern "C" __global__ void __launch_bounds__(128) route(Activation a, Matrix m, float* scores, int n, float eps) {
+  DYNAMIC_SHARED(shared);
   __shared__ float sums_of_warps[4];
   with_type(m.type, [&](auto format) {
     using F = decltype(format);
-    Rows<F, 1, 64, 128> rows(n, threadIdx.x);
-    rows.row[0] = m.blocks + blockIdx.x * row_bytes<F>(n);
-    rows.load();
+    const int64_t stride = row_bytes<F>(n);
+    const uint8_t* row = Stage{shared}.ask(m.blocks + blockIdx.x * stride, stride);
+    commit_copies();
     wait_for_previous();
     let_next_start();
+    wait_for_rows<0>();
     float sums[1] = {0.0f};
-    rows.multiply(a, sums);
+    multiply<F, 1, 128>(row, 0, n, threadIdx.x, a, sums);
     const float sum = warp_sum(sums[0]);
     if (threadIdx.x % 32 == 0) sums_of_warps[threadIdx.x / 32] = sum;
   });
@@ -170,139 +185,171 @@ extern "C" __global__ void __launch_bounds__(128) route(Activation a, Matrix m, 
   }
 }
 
-// Where a layer's experts are counted: uint64 [n_experts] on the device, and in the page that is shared with the daemon,
-// which gets the sums of the counts that changed.
-struct Heat {
-  uint64_t* counts;
-  volatile uint64_t* shared;
-};
-
 // out = the activation of silu(rms * W_gate a) * (rms * W_up a), for each chosen expert [top_k, d_expert].
 // `addresses` uint64 [n_experts][3]: gate, up and down of the layer's experts.
-// Launch: (d_expert / 16, top_k) blocks of 256 threads.
-extern "C" __global__ void __launch_bounds__(256, 3)
+// Launch: (d_expert / rows, top_k) blocks of 16 threads for each of their rows, 16 to 64, or 16 in place. So few blocks as there are
+// multiprocessors are shared among them evenly, whatever runs there when they come.
+extern "C" __global__ void GATE_UP_BOUNDS
     gate_up(Activation a, const float* scores, const uint64_t* addresses, Activation out, Heat heat, int n_experts,
             int top_k, int gate_type, int up_type, int n, int d_expert, float eps) {
+  DYNAMIC_SHARED(shared);
   __shared__ Routing routing;
-  __shared__ float products[2][ACTIVATION_GROUP], results[ACTIVATION_GROUP];
-  __shared__ uint64_t gates[EXPERTS_MAX], ups[EXPERTS_MAX];
-  for (int expert = threadIdx.x; expert < n_experts; expert += blockDim.x) {
-    gates[expert] = addresses[3 * expert];
-    ups[expert] = addresses[3 * expert + 1];
+  __shared__ __align__(8) float products[2][64];
+  __shared__ const uint8_t* blocks[2];
+  constexpr int MINE = EXPERTS_MAX / 256;  // experts whose addresses a thread keeps until one is chosen
+  uint64_t gates[MINE], ups[MINE];
+#pragma unroll
+  for (int i = 0; i < MINE; ++i) {
+    const int expert = threadIdx.x + 256 * i;
+    if (threadIdx.x < 256 && expert < n_experts) {
+      gates[i] = addresses[3 * expert];
+      ups[i] = addresses[3 * expert + 1];
+    }
   }
-  const float rms = inverse_rms(a, n, eps);  // two kernels old: nothing to wait for
+  // The activation is two kernels old: nothing to wait for.
+  Stage stage{shared};
+  const Activation near = ask_activation(stage, a, n);
+  const float rms = inverse_rms(a, n, eps);
+  const int64_t gate_stride = row_bytes(gate_type, n), up_stride = row_bytes(up_type, n);
+  const int n_rows = blockDim.x / 16, first = n_rows * blockIdx.x;
   wait_for_previous();
   let_next_start();
   routing.choose(scores, n_experts, top_k);
   const int expert = routing.experts[blockIdx.y];
+#pragma unroll
+  for (int i = 0; i < MINE; ++i) {
+    if (threadIdx.x < 256 && threadIdx.x + 256 * i == expert) {
+      blocks[0] = reinterpret_cast<const uint8_t*>(gates[i]);
+      blocks[1] = reinterpret_cast<const uint8_t*>(ups[i]);
+    }
+  }
+  __syncthreads();
+  const uint8_t* rows[2];
+  rows[0] = stage.ask(blocks[0] + first * gate_stride, n_rows * gate_stride);
+  commit_copies();
+  rows[1] = stage.ask(blocks[1] + first * up_stride, n_rows * up_stride);
+  commit_copies();
   if (blockIdx.x == 0 && threadIdx.x == 0 && heat.counts != nullptr) {
     const uint64_t count = heat.counts[expert] + 1;
     heat.counts[expert] = count;
     heat.shared[expert] = count;
   }
-  const int warp = threadIdx.x / 32;
-  const int64_t row = blockIdx.x * ACTIVATION_GROUP + 2 * warp;
+  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32 * 2;
 #pragma unroll
   for (int matrix = 0; matrix < 2; ++matrix) {
-    const uint8_t* blocks = reinterpret_cast<const uint8_t*>(matrix == 0 ? gates[expert] : ups[expert]);
+    if (matrix == 0) {
+      wait_for_rows<1>();
+    } else {
+      wait_for_rows<0>();
+    }
     with_type(matrix == 0 ? gate_type : up_type, [&](auto format) {
       using F = decltype(format);
-      const float2 sums = two_rows<F>(blocks + row * row_bytes<F>(n), n, a);
-      if (threadIdx.x % 32 == 0) {
-        products[matrix][2 * warp] = rms * sums.x;
-        products[matrix][2 * warp + 1] = rms * sums.y;
-      }
+      const int64_t stride = row_bytes<F>(n);
+      float sums[2] = {0.0f, 0.0f};
+      multiply<F>(rows[matrix] + mine * stride, stride, n, lane, near, sums);
+      const float2 found = make_float2(rms * warp_sum(sums[0]), rms * warp_sum(sums[1]));
+      if (lane == 0) *reinterpret_cast<float2*>(products[matrix] + mine) = found;
     });
   }
   __syncthreads();
-  if (threadIdx.x < ACTIVATION_GROUP) results[threadIdx.x] = silu(products[0][threadIdx.x]) * products[1][threadIdx.x];
-  __syncwarp();
-  if (threadIdx.x == 0) store_group(out, blockIdx.y * (d_expert / ACTIVATION_GROUP) + blockIdx.x, results, nullptr);
+  // A warp for each group of 16 results.
+  const int group = threadIdx.x / 32, at = ACTIVATION_GROUP * group + lane % ACTIVATION_GROUP;
+  if (ACTIVATION_GROUP * group >= n_rows) return;
+  const float result = silu(products[0][at]) * products[1][at];
+  store_results(out, (blockIdx.y * d_expert + first) / ACTIVATION_GROUP + group, result, result * result);
 }
 
 // x float32 [d_model] += sum over the ranks of weight * (W_down a[rank]); out = the activation of x * weight.
-// Launch: d_model / 16 blocks of 512 threads.
-extern "C" __global__ void __launch_bounds__(512, 1)
+// Launch: d_model / 16 blocks of 256 threads.
+extern "C" __global__ void ROWS_BOUNDS
     down(Activation a, const float* scores, const uint64_t* addresses, float* x, const float* weight, Activation out,
          int n_experts, int top_k, int type, int d_expert) {
+  DYNAMIC_SHARED(shared);
   __shared__ Routing routing;
-  __shared__ const uint8_t* downs[TOP_K_MAX];
-  __shared__ float results[ACTIVATION_GROUP];
+  __shared__ const uint8_t* experts[TOP_K_MAX];
+  __shared__ __align__(8) float results[ACTIVATION_GROUP];
+  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32 * 2, first = ACTIVATION_GROUP * blockIdx.x;
+  const float norm = weight[first + lane % ACTIVATION_GROUP];
   routing.choose(scores, n_experts, top_k);  // two kernels old: nothing to wait for
   if (threadIdx.x < top_k) {
-    downs[threadIdx.x] = reinterpret_cast<const uint8_t*>(addresses[3 * routing.experts[threadIdx.x] + 2]);
+    experts[threadIdx.x] = reinterpret_cast<const uint8_t*>(addresses[3 * routing.experts[threadIdx.x] + 2]);
   }
   __syncthreads();
-  const int warp = threadIdx.x / 32, row = blockIdx.x * ACTIVATION_GROUP + warp;
   with_type(type, [&](auto format) {
     using F = decltype(format);
-    // All groups of the row in all chosen experts, one expert after the other.
-    constexpr int FIT = 192 / static_cast<int>(sizeof(typename F::Raw)), BATCH = FIT > 1 ? FIT : 1;
-    const int row_groups = d_expert / F::VALUES, n_groups = row_groups * top_k;
-    const int64_t offset = row * row_bytes<F>(d_expert);
-    typename F::Raw raw[BATCH];
-    const auto load = [&](int first) {
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        const int at = first + 32 * i;
-        if (at < n_groups) {
-          const int rank = at / row_groups, group = at % row_groups;
-          raw[i] = F::load(downs[rank] + offset + static_cast<int64_t>(group / F::GROUPS) * F::BLOCK_BYTES,
-                           group % F::GROUPS);
-        }
-      }
-    };
-    int first = threadIdx.x % 32;
-    load(first);
+    // The ranks in two halves, so that the first is multiplied while the second arrives.
+    const int64_t stride = row_bytes<F>(d_expert);
+    const int row_groups = d_expert / F::VALUES, half = (top_k + 1) / 2;
+    const float inverse = 1.0f / static_cast<float>(row_groups);
+    Stage stage{shared};
+    for (int rank = 0; rank < top_k; ++rank) {
+      stage.ask(experts[rank] + first * stride, ACTIVATION_GROUP * stride);
+      if (rank == half - 1) commit_copies();
+    }
+    commit_copies();
     wait_for_previous();
     let_next_start();
-    const float before = x[row];
-    float sum = 0.0f;
-    while (true) {
+    const float2 before = *reinterpret_cast<const float2*>(x + first + mine);
+    float sums[2] = {0.0f, 0.0f};
 #pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        const int at = first + 32 * i;
-        if (at < n_groups) {
-          const int rank = at / row_groups, group = at % row_groups, in_block = group % F::GROUPS;
-          const int value = rank * d_expert + group / F::GROUPS * F::BLOCK_VALUES + F::first(in_block);
-          sum += routing.weights[rank] * dot<F>(raw[i], in_block, F::grid(), ActivationPart<F>(a, value));
+    for (int part = 0; part < 2; ++part) {
+      if (part == 0) {
+        wait_for_rows<1>();
+      } else {
+        wait_for_rows<0>();
+      }
+      const int end = (part == 0 ? half : top_k) * row_groups;
+#pragma unroll 1
+      for (int at = part * half * row_groups + lane; at < end; at += 32) {
+        const int rank = static_cast<int>((static_cast<float>(at) + 0.5f) * inverse), group = at - rank * row_groups;
+        const int in_block = group % F::GROUPS, block = group / F::GROUPS;
+        const ActivationPart<F> values(a, rank * d_expert + block * F::BLOCK_VALUES + F::first(in_block));
+#ifdef STRATA_IN_PLACE
+        const uint8_t* row = experts[rank] + (first + mine) * stride + block * F::BLOCK_BYTES;
+#else
+        const uint8_t* row = shared + (rank * ACTIVATION_GROUP + mine) * stride + block * F::BLOCK_BYTES;
+#endif
+        const float weight_of_rank = routing.weights[rank];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          sums[r] += weight_of_rank * dot<F>(F::load(row + r * stride, in_block), in_block, F::grid(), values);
         }
       }
-      first += 32 * BATCH;
-      if (first >= n_groups) break;
-      load(first);
     }
-    sum = before + warp_sum(sum);
-    if (threadIdx.x % 32 == 0) results[warp] = x[row] = sum;
+    const float2 after = make_float2(before.x + warp_sum(sums[0]), before.y + warp_sum(sums[1]));
+    if (lane == 0) {
+      *reinterpret_cast<float2*>(results + mine) = after;
+      *reinterpret_cast<float2*>(x + first + mine) = after;
+    }
   });
   __syncthreads();
-  if (threadIdx.x == 0) store_group(out, blockIdx.x, results, weight + blockIdx.x * ACTIVATION_GROUP);
+  if (mine != 0) return;
+  const float result = results[lane % ACTIVATION_GROUP];
+  store_results(out, blockIdx.x, result * norm, result * result);
 }
 
 // logits float32 [m.rows] = rms * (W a).
 // Launch: ceil(m.rows / 16) blocks of 256 threads.
-extern "C" __global__ void __launch_bounds__(256, 3) head(Activation a, Matrix m, float* logits, int n, float eps) {
-  const int row = 2 * (blockIdx.x * 8 + threadIdx.x / 32);
-  if (row >= m.rows) {
-    let_next_start();
-    return;
-  }
+extern "C" __global__ void ROWS_BOUNDS head(Activation a, Matrix m, float* logits, int n, float eps) {
+  DYNAMIC_SHARED(shared);
+  const int first = ACTIVATION_GROUP * blockIdx.x, row = first + threadIdx.x / 32 * 2;
   with_type(m.type, [&](auto format) {
     using F = decltype(format);
-    const bool both = row + 1 < m.rows;
-    Rows<F, 2, 64> rows(n, threadIdx.x % 32);
-    rows.row[0] = m.blocks + row * row_bytes<F>(n);
-    rows.row[1] = rows.row[0] + (both ? row_bytes<F>(n) : 0);
-    rows.load();
+    const int64_t stride = row_bytes<F>(n);
+    const uint8_t* rows = Stage{shared}.ask(m.blocks + first * stride, min(ACTIVATION_GROUP, m.rows - first) * stride);
+    commit_copies();
     wait_for_previous();
     let_next_start();
     const float rms = inverse_rms(a, n, eps);
+    wait_for_rows<0>();
+    if (row >= m.rows) return;
+    const bool both = row + 1 < m.rows;
     float sums[2] = {0.0f, 0.0f};
-    rows.multiply(a, sums);
-    const float first = rms * warp_sum(sums[0]), second = rms * warp_sum(sums[1]);
+    multiply<F>(rows + (row - first) * stride, both ? stride : 0, n, threadIdx.x % 32, a, sums);
+    const float one = rms * warp_sum(sums[0]), other = rms * warp_sum(sums[1]);
     if (threadIdx.x % 32 == 0) {
-      logits[row] = first;
-      if (both) logits[row + 1] = second;
+      logits[row] = one;
+      if (both) logits[row + 1] = other;
     }
   });
 }

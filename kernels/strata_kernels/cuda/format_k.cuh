@@ -155,43 +155,41 @@ struct Q5_K : Format<256, 176, 2, 16, 32> {
 // Low 4 bits (128 bytes), high 2 bits (64 bytes), 16 int8 scales, d float16: d * scale * (q - 32). The values
 // 128 h + 32 r + i, r = 0 .. 3, have their low bits in nibble r / 2 of byte 64 h + 32 (r % 2) + i, and their high
 // ones in pair r of byte 32 h + i of the 64.
-struct Q6_K : Format<256, 210, 4, 8, 32> {
+struct Q6_K : Format<256, 210, 2, 16, 64> {
   static constexpr int BIAS = 32;
 
   struct Raw {
-    uint32_t even[3], odd[3], high[3];  // low bits of the even and of the odd runs, high bits of all
-    int scales[4];
+    uint32_t low[5], high[5];  // low bits of r and r + 2, high bits of all
+    int scales[2];
     uint32_t d, skew;
   };
 
+  // Group 4 h + 2 (r % 2) + i / 16: the runs are r % 2 and r % 2 + 2.
   static __device__ __forceinline__ Raw load(const uint8_t* block, int group) {
     const int half = group / 4, part = group % 4;
     Raw raw;
-    load_words(raw.even, block, 64 * half + 8 * part);
-    load_words(raw.odd, block, 64 * half + 8 * part + 32);
-    load_words(raw.high, block, 128 + 8 * group);
-    const int8_t* scales = reinterpret_cast<const int8_t*>(block) + 192 + 8 * half + part / 2;
-#pragma unroll
-    for (int run = 0; run < 4; ++run) raw.scales[run] = scales[2 * run];
+    load_words(raw.low, block, 64 * half + 16 * part);
+    load_words(raw.high, block, 128 + 32 * half + part % 2 * 16);
+    const int8_t* scales = reinterpret_cast<const int8_t*>(block) + 192 + 8 * half + part;
+    raw.scales[0] = scales[0];
+    raw.scales[1] = scales[4];
     raw.d = load_u16(block + 208);
     raw.skew = skew_of(block);
     return raw;
   }
 
-  static __device__ __forceinline__ void integers(const Raw& raw, int, const uint32_t*, uint32_t (&q)[WORDS],
+  static __device__ __forceinline__ void integers(const Raw& raw, int group, const uint32_t*, uint32_t (&q)[WORDS],
                                                   float (&scale)[RUNS], float (&)[RUNS]) {
     const float d = half_value(raw.d);
+    scale[0] = d * static_cast<float>(raw.scales[0]);
+    scale[1] = d * static_cast<float>(raw.scales[1]);
+    const uint32_t shift = group % 4 / 2 * 2;
 #pragma unroll
-    for (int run = 0; run < 4; ++run) scale[run] = d * static_cast<float>(raw.scales[run]);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t even = word_after(raw.even[i], raw.even[i + 1], raw.skew);
-      const uint32_t odd = word_after(raw.odd[i], raw.odd[i + 1], raw.skew);
-      const uint32_t high = word_after(raw.high[i], raw.high[i + 1], raw.skew);
-      q[i] = low_nibbles(even) | (high << 4 & 0x30303030u);
-      q[2 + i] = low_nibbles(odd) | (high << 2 & 0x30303030u);
-      q[4 + i] = high_nibbles(even) | (high & 0x30303030u);
-      q[6 + i] = high_nibbles(odd) | (high >> 2 & 0x30303030u);
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t low = word_after(raw.low[i], raw.low[i + 1], raw.skew);
+      const uint32_t high = word_after(raw.high[i], raw.high[i + 1], raw.skew) >> shift;
+      q[i] = low_nibbles(low) | (high << 4 & 0x30303030u);
+      q[4 + i] = high_nibbles(low) | (high & 0x30303030u);
     }
   }
 };

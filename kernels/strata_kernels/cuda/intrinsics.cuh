@@ -72,11 +72,16 @@ __device__ __forceinline__ uint4 load_once(const void* p) {
   return v;
 }
 
-// ---- Copies from global to shared memory that go on behind the thread; 16 bytes, both aligned to 16. With `valid`
-// false, zeros are written and nothing is read.
-__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid = true) {
+// ---- Copies from global to shared memory that go on behind the thread; 16 bytes, both aligned to 16. Only the first
+// `n` are read, and zeros written for the others.
+__device__ __forceinline__ void copy_part_async(void* shared, const void* global, uint32_t n) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(n) : "memory");
+}
+
+// All 16 bytes, or none.
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid = true) {
+  copy_part_async(shared, global, valid ? 16 : 0);
 }
 
 // Ends a group of this thread's copies.
@@ -86,6 +91,13 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 template <int PENDING>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---- Brings bytes to the L2 cache some time; `p` and `size_bytes` are multiples of 16. Nothing before sm_90.
+__device__ __forceinline__ void prefetch(const void* p, uint32_t size_bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(size_bytes));
+#endif
 }
 
 // ---- Tensor cores: d += a * b, m16n8k16, float32 sums. Fragments as the PTX manual lays them out, with lane = 4 g + t:

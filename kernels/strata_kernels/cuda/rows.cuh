@@ -1,8 +1,8 @@
 // Products of a matrix's rows with an activation: what decode spends its time on.
 //
-// The threads that share a row take its groups in turn. Their loads of weights are all issued before the first is
-// used, and, since weights depend on no kernel, before the kernel waits for the one before it: so memory is busy
-// while that one ends.
+// A block asks for all of its rows at once, by copies to shared memory, which need no registers: so there is room for
+// the next kernel's blocks beside it, and, since weights depend on no kernel, these ask for theirs while this one ends.
+// With STRATA_IN_PLACE rows are read where they lie: for those that are not aligned to 16, or too long.
 #pragma once
 
 #include "activation.cuh"
@@ -32,53 +32,68 @@ __device__ __forceinline__ int64_t row_bytes(int n) {
   return static_cast<int64_t>(n) / F::BLOCK_VALUES * F::BLOCK_BYTES;
 }
 
-// ROWS rows shared by STEP threads, of which this is number `at`. A thread has LANE_BYTES of each row in registers.
-template <typename F, int ROWS, int LANE_BYTES, int STEP = 32>
-struct Rows {
-  static constexpr int FIT = LANE_BYTES / static_cast<int>(sizeof(typename F::Raw));
-  static constexpr int BATCH = FIT > 1 ? FIT : 1;
+// The same, of a type by its number.
+__device__ __forceinline__ int64_t row_bytes(int type, int n) {
+  int64_t bytes = 0;
+  with_type(type, [&](auto format) { bytes = row_bytes<decltype(format)>(n); });
+  return bytes;
+}
 
-  const uint8_t* row[ROWS];
-  int at;
-  int n_groups;  // of a row
-  typename F::Raw raw[ROWS][BATCH];
+// The dynamic shared memory of a block, given out piece by piece to what is copied there.
+struct Stage {
+  uint8_t* place;
 
-  __device__ __forceinline__ Rows(int n_values, int at_) : at(at_), n_groups(n_values / F::VALUES) {}
-
-  // Asks for the first groups of this thread.
-  __device__ __forceinline__ void load() { load_from(at); }
-
-  // Adds this thread's share of the products to `sums`. Asks for what load() did not.
-  __device__ __forceinline__ void multiply(const Activation& a, float (&sums)[ROWS]) {
-    const uint32_t* grid = F::grid();
-    for (int first = at;; load_from(first)) {
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        const int group = first + STEP * i;
-        if (group < n_groups) {
-          const int in_block = group % F::GROUPS;
-          const ActivationPart<F> part(a, group / F::GROUPS * F::BLOCK_VALUES + F::first(in_block));
-#pragma unroll
-          for (int r = 0; r < ROWS; ++r) sums[r] += dot<F>(raw[r][i], in_block, grid, part);
-        }
-      }
-      first += STEP * BATCH;
-      if (first >= n_groups) break;
+  // Asks for bytes, with all threads of the block; the caller ends the group of copies. Where they will be.
+  __device__ __forceinline__ const uint8_t* ask(const uint8_t* from, int64_t size_bytes) {
+#ifdef STRATA_IN_PLACE
+    return from;
+#else
+    uint8_t* const to = place;
+    const uint32_t size = static_cast<uint32_t>(size_bytes);
+    for (uint32_t at = 16 * threadIdx.x; at < size; at += 16 * blockDim.x) {
+      copy_part_async(to + at, from + at, min(size - at, 16u));
     }
-  }
-
- private:
-  __device__ __forceinline__ void load_from(int first) {
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const int group = first + STEP * i;
-      if (group < n_groups) {
-        const int64_t offset = static_cast<int64_t>(group / F::GROUPS) * F::BLOCK_BYTES;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) raw[r][i] = F::load(row[r] + offset, group % F::GROUPS);
-      }
-    }
+    place += (size + 15u) / 16u * 16u;
+    return to;
+#endif
   }
 };
+
+// The activation of n values, all but its floats on their way to shared memory.
+__device__ __forceinline__ Activation ask_activation(Stage& stage, const Activation& a, int n) {
+  const auto ask = [&](const void* from, int size_bytes) {
+    return const_cast<uint8_t*>(stage.ask(static_cast<const uint8_t*>(from), size_bytes));
+  };
+  Activation near = a;
+  near.high = reinterpret_cast<uint32_t*>(ask(a.high, n));
+  near.low = reinterpret_cast<uint32_t*>(ask(a.low, n));
+  near.scales = reinterpret_cast<float*>(ask(a.scales, n / ACTIVATION_GROUP * 4));
+  near.sums = reinterpret_cast<float*>(ask(a.sums, n / ACTIVATION_GROUP * 4));
+  return near;
+}
+
+// What was asked for before the last PENDING groups is there, for all threads of the block.
+template <int PENDING>
+__device__ __forceinline__ void wait_for_rows() {
+  wait_for_copies<PENDING>();
+  __syncthreads();
+}
+
+// Adds to `sums` a thread's share of the products of ROWS rows, `stride` bytes apart, with an activation. STEP threads
+// share them, of which this is number `at`.
+template <typename F, int ROWS, int STEP = 32>
+__device__ __forceinline__ void multiply(const uint8_t* row, int64_t stride, int n, int at, const Activation& a,
+                                         float (&sums)[ROWS]) {
+#pragma unroll 1
+  for (int group = at; group < n / F::VALUES; group += STEP) {
+    const int in_block = group % F::GROUPS;
+    const uint8_t* block = row + static_cast<int64_t>(group / F::GROUPS) * F::BLOCK_BYTES;
+    const ActivationPart<F> part(a, group / F::GROUPS * F::BLOCK_VALUES + F::first(in_block));
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      sums[r] += dot<F>(F::load(block + r * stride, in_block), in_block, F::grid(), part);
+    }
+  }
+}
 
 }  // namespace strata

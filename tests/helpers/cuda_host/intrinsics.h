@@ -24,8 +24,8 @@ inline uint4 load_once(const void* p, STRATA_HERE) {
 }
 
 // The bytes arrive when they are waited for. Until then there is poison where they go, as a copy may write early.
-inline void copy_async(void* shared, const void* global, bool valid = true, STRATA_HERE) {
-  if (reinterpret_cast<uintptr_t>(shared) % 16 != 0 || (valid && reinterpret_cast<uintptr_t>(global) % 16 != 0)) {
+inline void copy_part_async(void* shared, const void* global, uint32_t n, STRATA_HERE) {
+  if (reinterpret_cast<uintptr_t>(shared) % 16 != 0 || (n > 0 && reinterpret_cast<uintptr_t>(global) % 16 != 0)) {
     strata_host::fail("copy_async (%s:%d) from %p to %p, which are not both aligned to 16", site.file, site.line, global,
                       shared);
   }
@@ -33,9 +33,20 @@ inline void copy_async(void* shared, const void* global, bool valid = true, STRA
     strata_host::fail("copy_async (%s:%d) to %p, which is not shared memory", site.file, site.line, shared);
   }
   strata_host::Copy copy{shared, {}};
-  if (valid) memcpy(copy.bytes, global, 16);
+  memcpy(copy.bytes, global, n);
   memset(shared, 0xFF, 16);
   strata_host::self().copies.back().push_back(copy);
+}
+
+inline void copy_async(void* shared, const void* global, bool valid = true, STRATA_HERE) {
+  copy_part_async(shared, global, valid ? 16 : 0, site);
+}
+
+inline void prefetch(const void* p, uint32_t size_bytes, STRATA_HERE) {
+  if (reinterpret_cast<uintptr_t>(p) % 16 != 0 || size_bytes % 16 != 0) {
+    strata_host::fail("prefetch (%s:%d) of %u bytes at %p, which are not both multiples of 16", site.file, site.line,
+                      size_bytes, p);
+  }
 }
 
 inline void commit_copies() { strata_host::self().copies.emplace_back(); }
