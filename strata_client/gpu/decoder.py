@@ -45,9 +45,9 @@ class Weights:
         return Matrix(self._memory.weight_address(name), int(tensor.type), tensor.dims[1])
 
     def row_bytes(self, name: str) -> int:
-        """Of a matrix, 0 if it is not aligned to 16 bytes."""
+        """Of a matrix."""
         tensor = self._model.tensor(name)
-        return 0 if self._memory.weight_address(name) % 16 else tensor.size_bytes // tensor.dims[1]
+        return tensor.size_bytes // tensor.dims[1]
 
     def vector(self, name: str) -> ctypes.c_uint64:
         """The address of a float32 vector. Errors: `ModelError` for another type."""
@@ -217,7 +217,7 @@ class Decoder:
             q, k, v = (weights.matrix(f"{blk}attn_{name}.weight") for name in "qkv")
             yield launch_rows(
                 "qkv", (d_attention + 2 * d_kv) // decode.ROWS, decode.THREADS, h, q, k, v, qkv, d_model, eps,
-                matrices=[decode.longest(weights.row_bytes(f"{blk}attn_{name}.weight") for name in "qkv")],
+                matrices=[max(weights.row_bytes(f"{blk}attn_{name}.weight") for name in "qkv")],
             )  # fmt: skip
             yield launch(
                 attend.name, (params.n_kv_heads, self.splits), attend.threads,

@@ -63,43 +63,40 @@ class SlabCells:
         at = (2 * layer + k_or_v) * self._plane_bytes
         return self.memory[:, at : at + self._plane_bytes]
 
-    def _rows(self, plane: U8, row_bytes: int) -> U8:
-        """uint8 `[n_kv_heads, cells_per_slab, row_bytes]`, a view."""
-        return plane.reshape(self.n_kv_heads, self.cells_per_slab, row_bytes)
-
     def write(self, layer: int, k_or_v: int, values: F32) -> None:
         """Rounds float32 `[n, n_kv_heads, head_dim]` to the cells 0 .. n - 1."""
-        heads = values.transpose(1, 0, 2)
-        for slab, plane in enumerate(self._planes(layer, k_or_v)):
-            some = np.ascontiguousarray(heads[:, slab * self.cells_per_slab :][:, : self.cells_per_slab])
-            if some.shape[1] == 0:
-                break
+        n = len(values)
+        padded = np.zeros((self.capacity, self.n_kv_heads, self.head_dim), np.float32)
+        padded[:n] = values
+        slabs = padded.reshape(-1, self.cells_per_slab, self.n_kv_heads, self.head_dim)
+        for slab, (planes, some) in enumerate(zip(self._planes(layer, k_or_v), slabs, strict=True)):
+            count = min(max(n - slab * self.cells_per_slab, 0), self.cells_per_slab)
+            some = some[:count]
             if self.kind != "q8_0":
-                self._rows(plane, 2 * self.head_dim)[:, : some.shape[1]] = _encode(some, self.kind)
+                raw = _encode(some, self.kind).reshape(-1)
+                planes[: raw.size] = raw
                 continue
-            blocks = some.reshape(*some.shape[:2], -1, 32)
-            scales = (np.abs(blocks).max(axis=-1) / np.float32(127)).astype(np.float16)
-            wide = scales.astype(np.float32)[..., None]
+            blocks = some.reshape(-1, 32)
+            scales = (np.abs(blocks).max(axis=1) / np.float32(127)).astype(np.float16)
+            wide = scales.astype(np.float32)[:, None]
             whole = np.rint(np.divide(blocks, wide, out=np.zeros_like(blocks), where=wide > 0)).clip(-127, 127)
-            bytes_ = whole.astype(np.int8).view(np.uint8).reshape(some.shape)
-            self._rows(plane[: self._plane_values], self.head_dim)[:, : some.shape[1]] = bytes_
-            scales_bytes = np.ascontiguousarray(scales).view(np.uint8)
-            self._rows(plane[self._plane_values :], self.head_dim // 16)[:, : some.shape[1]] = scales_bytes
+            planes[: whole.size] = whole.astype(np.int8).view(np.uint8).reshape(-1)
+            at = self._plane_values
+            planes[at : at + 2 * scales.size] = scales.view(np.uint8)
 
     def read(self, layer: int, k_or_v: int, n: int) -> F32:
         """The cells 0 .. n - 1, float32 `[n, n_kv_heads, head_dim]`."""
         found = []
         for slab, plane in enumerate(self._planes(layer, k_or_v)[: -(-n // self.cells_per_slab)]):
             count = min(n - slab * self.cells_per_slab, self.cells_per_slab)
+            n_values = count * self.n_kv_heads * self.head_dim
             if self.kind != "q8_0":
-                values = _decode(np.ascontiguousarray(self._rows(plane, 2 * self.head_dim)[:, :count]), self.kind)
+                values = _decode(np.ascontiguousarray(plane[: 2 * n_values]), self.kind)
             else:
-                raw = self._rows(plane[: self._plane_values], self.head_dim)[:, :count]
-                whole = np.ascontiguousarray(raw).view(np.int8).astype(np.float32)
-                raw = self._rows(plane[self._plane_values :], self.head_dim // 16)[:, :count]
-                scales = np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
-                values = whole * scales.repeat(32, axis=-1)
-            found.append(values.transpose(1, 0, 2))
+                whole = plane[:n_values].view(np.int8).reshape(-1, 32).astype(np.float32)
+                raw = np.ascontiguousarray(plane[self._plane_values : self._plane_values + n_values // 16])
+                values = whole * raw.view(np.float16).astype(np.float32)[:, None]
+            found.append(values.reshape(count, self.n_kv_heads, self.head_dim))
         return np.concatenate(found)
 
     def rounding(self, values: F32) -> F32:
@@ -112,14 +109,15 @@ class SlabCells:
     def outside(self, layer: int, first: int, last: int) -> U8:
         """All bytes but those of the cells first .. last - 1 in a layer."""
         copy = self.memory.copy()
+        values = self.n_kv_heads * self.head_dim
         for cell in range(first, last):
             slab, row = divmod(cell, self.cells_per_slab)
             for k_or_v in (0, 1):
                 at = (2 * layer + k_or_v) * self._plane_bytes
-                plane = copy[slab, at : at + self._plane_bytes]
                 if self.kind != "q8_0":
-                    self._rows(plane, 2 * self.head_dim)[:, row] = 0
+                    copy[slab, at + 2 * row * values : at + 2 * (row + 1) * values] = 0
                     continue
-                self._rows(plane[: self._plane_values], self.head_dim)[:, row] = 0
-                self._rows(plane[self._plane_values :], self.head_dim // 16)[:, row] = 0
+                copy[slab, at + row * values : at + (row + 1) * values] = 0
+                at += self._plane_values
+                copy[slab, at + row * values // 16 : at + (row + 1) * values // 16] = 0
         return copy

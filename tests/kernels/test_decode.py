@@ -257,7 +257,7 @@ def test_rows_of_gate_up(d_expert: int, top_k: int, rows: int) -> None:
     """As many as leave no multiprocessor with more than it need have, of those that fit."""
     assert gate_up_rows(d_expert, top_k, 132, 1 << 20, [1152, 1152], 0) == rows
     assert gate_up_rows(d_expert, top_k, 132, 48 << 10, [1152, 1152], 0) == ROWS
-    assert gate_up_rows(d_expert, top_k, 132, 1 << 20, [1152, 0], 0) == ROWS
+    assert gate_up_rows(d_expert, top_k, 132, 16 << 10, [1152, 1152], 0) == ROWS
 
 
 def test_end_step(kernels: KernelRunner) -> None:

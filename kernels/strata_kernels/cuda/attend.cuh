@@ -122,21 +122,15 @@ struct Tiles {
     if (tile < end) {
       uint8_t* to = place(stage, k_or_v);
       const uint8_t* from = cells.values(layer, k_or_v, tile * TILE, kv_head);
+      const int stride = cells.n_kv_heads * (DIM * Kv::VALUE_BYTES);
 #pragma unroll
       for (int j = 0; j < TILE * CHUNKS / 32; ++j) {
         const int row = (lane + 32 * j) / CHUNKS, chunk = (lane + 32 * j) % CHUNKS;
-        copy_async(to + row * Shape::ROW_BYTES + chunk * 16, from + (row * (DIM * Kv::VALUE_BYTES) + chunk * 16),
+        copy_async(to + row * Shape::ROW_BYTES + chunk * 16, from + (row * stride + chunk * 16),
                    tile * TILE + row < position);
       }
     }
     commit_copies();
-  }
-
-  // Has the L2 cache fetch the tiles from `tile` on, whose turn comes later: copies have room for few.
-  __device__ __forceinline__ void fetch(int tile) const {
-    for (; tile < end; tile += Shape::WARPS) {
-      if (lane < 2) prefetch(cells.values(layer, lane, tile * TILE, kv_head), TILE * DIM * Kv::VALUE_BYTES);
-    }
   }
 };
 
@@ -185,10 +179,11 @@ struct Scales {
   __device__ __forceinline__ void load(const KvCells& cells, int layer, int k_or_v, int kv_head, int first,
                                        int position, const uint8_t* new_scales, int lane) {
     const uint8_t* from = cells.scales(layer, k_or_v, first, kv_head);
+    const int stride = cells.n_kv_heads * (2 * BLOCKS);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = cell(i, lane);
-      const uint8_t* at = first + row < position ? from + row * (2 * BLOCKS) : new_scales;
+      const uint8_t* at = first + row < position ? from + row * stride : new_scales;
 #pragma unroll
       for (int w = 0; w < WORDS; ++w) words[i][w] = 0;
       if (first + row <= position && at != nullptr) read(at, words[i]);
@@ -246,7 +241,6 @@ __device__ __forceinline__ void attend(AttendArguments a) {
     tiles.copy(begin + warp + stage * WARPS, 0, stage);
     tiles.copy(begin + warp + stage * WARPS, 1, stage);
   }
-  tiles.fetch(begin + warp + stages * WARPS);
   Scales<Q8_BLOCKS> k_scales, v_scales;
   if constexpr (Q8) {
     if (begin + warp < end) {

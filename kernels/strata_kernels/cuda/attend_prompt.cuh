@@ -88,18 +88,19 @@ struct PromptTiles {
 
   // One group of copies. Cells from `n_cells` on become zeros.
   __device__ __forceinline__ void copy(int first, int stage) {
+    const int stride = cells.n_kv_heads * (DIM * Kv::VALUE_BYTES);
 #pragma unroll
     for (int k_or_v = 0; k_or_v < 2; ++k_or_v) {
       each([&](int part, int step, int row, int chunk) {
         const int cell = first + 16 * part;
         const bool valid = cell + row < n_cells;
-        const uint8_t* from = cells.values(layer, k_or_v, cell, kv_head) + (row * (DIM * Kv::VALUE_BYTES) + chunk * 16);
+        const uint8_t* from = cells.values(layer, k_or_v, cell, kv_head) + (row * stride + chunk * 16);
         if constexpr (!Shape::Q8) {
           copy_async(tile(stage, k_or_v) + (16 * part + row) * Shape::ROW_BYTES + chunk * 16, from, valid);
         } else {
           copy_async(raw(k_or_v) + (16 * part + row) * DIM + chunk * 16, from, valid);
           const uint16_t* at = reinterpret_cast<const uint16_t*>(cells.scales(layer, k_or_v, cell, kv_head)) +
-                               (row * (DIM / Q8_BLOCK) + chunk / 2);
+                               (row * cells.n_kv_heads * (DIM / Q8_BLOCK) + chunk / 2);
           scales[k_or_v][part * STEPS + step] = valid ? *at : 0;
         }
       });

@@ -95,13 +95,13 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 
-// out float32 [q.rows + k.rows + v.rows] = rms * (W a). q and k have a multiple of 16 rows, v an even number.
+// out float32 [q.rows + k.rows + v.rows] = rms * (W a). Rows come in even numbers.
 // Launch: ceil(rows / 16) blocks of 256 threads.
 extern "C" __global__ void ROWS_BOUNDS
     qkv(Activation a, Matrix q, Matrix k, Matrix v, float* out, int n, float eps) {
   DYNAMIC_SHARED(shared);
-  const int first = ACTIVATION_GROUP * blockIdx.x, mine = threadIdx.x / 32 * 2;
-  int row = first;
+  const int warp = threadIdx.x / 32, at = ACTIVATION_GROUP * blockIdx.x + PAIR * warp;
+  int row = at;
   Matrix m = q;
   if (row >= m.rows) {
     row -= m.rows;
@@ -114,17 +114,19 @@ extern "C" __global__ void ROWS_BOUNDS
   with_type(m.type, [&](auto format) {
     using F = decltype(format);
     const int64_t stride = row_bytes<F>(n);
-    const uint8_t* rows = Stage{shared}.ask(m.blocks + row * stride, min(ACTIVATION_GROUP, m.rows - row) * stride);
+    const bool exists = row < m.rows;
+    const uint8_t* rows = nullptr;
+    if (exists) rows = Stage{shared + warp * room_of(PAIR * stride)}.ask(m.blocks + row * stride, PAIR * stride);
     commit_copies();
     wait_for_previous();
     let_next_start();
+    if (!exists) return;
     const float rms = inverse_rms(a, n, eps);
     wait_for_rows<0>();
-    if (row + mine >= m.rows) return;
-    float sums[2] = {0.0f, 0.0f};
-    multiply<F>(rows + mine * stride, stride, n, threadIdx.x % 32, a, sums);
+    float sums[PAIR] = {0.0f, 0.0f};
+    multiply<F>(rows, stride, n, threadIdx.x % 32, a, sums);
     const float2 result = make_float2(rms * warp_sum(sums[0]), rms * warp_sum(sums[1]));
-    if (threadIdx.x % 32 == 0) *reinterpret_cast<float2*>(out + first + mine) = result;
+    if (threadIdx.x % 32 == 0) *reinterpret_cast<float2*>(out + at) = result;
   });
 }
 
@@ -134,19 +136,20 @@ extern "C" __global__ void ROWS_BOUNDS
     attend_out(Activation a, Matrix m, float* x, const float* weight, Activation out, int n) {
   DYNAMIC_SHARED(shared);
   __shared__ __align__(8) float results[ACTIVATION_GROUP];
-  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32 * 2, first = ACTIVATION_GROUP * blockIdx.x;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = ACTIVATION_GROUP * blockIdx.x, mine = PAIR * warp;
   const float norm = weight[first + lane % ACTIVATION_GROUP];
   with_type(m.type, [&](auto format) {
     using F = decltype(format);
     const int64_t stride = row_bytes<F>(n);
-    const uint8_t* rows = Stage{shared}.ask(m.blocks + first * stride, ACTIVATION_GROUP * stride);
+    Stage stage{shared + warp * room_of(PAIR * stride)};
+    const uint8_t* rows = stage.ask(m.blocks + (first + mine) * stride, PAIR * stride);
     commit_copies();
     wait_for_previous();
     let_next_start();
     const float2 before = *reinterpret_cast<const float2*>(x + first + mine);
     wait_for_rows<0>();
-    float sums[2] = {0.0f, 0.0f};
-    multiply<F>(rows + mine * stride, stride, n, lane, a, sums);
+    float sums[PAIR] = {0.0f, 0.0f};
+    multiply<F>(rows, stride, n, lane, a, sums);
     const float2 after = make_float2(before.x + warp_sum(sums[0]), before.y + warp_sum(sums[1]));
     if (lane == 0) {
       *reinterpret_cast<float2*>(results + mine) = after;
@@ -167,11 +170,12 @@ extern "C" __global__ void __launch_bounds__(128) route(Activation a, Matrix m, 
   with_type(m.type, [&](auto format) {
     using F = decltype(format);
     const int64_t stride = row_bytes<F>(n);
-    const uint8_t* row = Stage{shared}.ask(m.blocks + blockIdx.x * stride, stride);
+    const uint8_t* row = Stage{shared}.ask(m.blocks + blockIdx.x * stride, stride, threadIdx.x, blockDim.x);
     commit_copies();
     wait_for_previous();
     let_next_start();
-    wait_for_rows<0>();
+    wait_for_copies<0>();
+    __syncthreads();
     float sums[1] = {0.0f};
     multiply<F, 1, 128>(row, 0, n, threadIdx.x, a, sums);
     const float sum = warp_sum(sums[0]);
@@ -209,9 +213,11 @@ extern "C" __global__ void GATE_UP_BOUNDS
   // The activation is two kernels old: nothing to wait for.
   Stage stage{shared};
   const Activation near = ask_activation(stage, a, n);
+  commit_copies();
   const float rms = inverse_rms(a, n, eps);
   const int64_t gate_stride = row_bytes(gate_type, n), up_stride = row_bytes(up_type, n);
   const int n_rows = blockDim.x / 16, first = n_rows * blockIdx.x;
+  wait_for_copies<0>();  // whoever passes one of the barriers in `choose` has all of it
   wait_for_previous();
   let_next_start();
   routing.choose(scores, n_experts, top_k);
@@ -224,17 +230,18 @@ extern "C" __global__ void GATE_UP_BOUNDS
     }
   }
   __syncthreads();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = PAIR * warp;
+  stage.place += warp * (room_of(PAIR * gate_stride) + room_of(PAIR * up_stride));
   const uint8_t* rows[2];
-  rows[0] = stage.ask(blocks[0] + first * gate_stride, n_rows * gate_stride);
+  rows[0] = stage.ask(blocks[0] + (first + mine) * gate_stride, PAIR * gate_stride);
   commit_copies();
-  rows[1] = stage.ask(blocks[1] + first * up_stride, n_rows * up_stride);
+  rows[1] = stage.ask(blocks[1] + (first + mine) * up_stride, PAIR * up_stride);
   commit_copies();
   if (blockIdx.x == 0 && threadIdx.x == 0 && heat.counts != nullptr) {
     const uint64_t count = heat.counts[expert] + 1;
     heat.counts[expert] = count;
     heat.shared[expert] = count;
   }
-  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32 * 2;
 #pragma unroll
   for (int matrix = 0; matrix < 2; ++matrix) {
     if (matrix == 0) {
@@ -245,18 +252,18 @@ extern "C" __global__ void GATE_UP_BOUNDS
     with_type(matrix == 0 ? gate_type : up_type, [&](auto format) {
       using F = decltype(format);
       const int64_t stride = row_bytes<F>(n);
-      float sums[2] = {0.0f, 0.0f};
-      multiply<F>(rows[matrix] + mine * stride, stride, n, lane, near, sums);
+      float sums[PAIR] = {0.0f, 0.0f};
+      multiply<F>(rows[matrix], stride, n, lane, near, sums);
       const float2 found = make_float2(rms * warp_sum(sums[0]), rms * warp_sum(sums[1]));
       if (lane == 0) *reinterpret_cast<float2*>(products[matrix] + mine) = found;
     });
   }
   __syncthreads();
   // A warp for each group of 16 results.
-  const int group = threadIdx.x / 32, at = ACTIVATION_GROUP * group + lane % ACTIVATION_GROUP;
-  if (ACTIVATION_GROUP * group >= n_rows) return;
+  const int at = ACTIVATION_GROUP * warp + lane % ACTIVATION_GROUP;
+  if (ACTIVATION_GROUP * warp >= n_rows) return;
   const float result = silu(products[0][at]) * products[1][at];
-  store_results(out, (blockIdx.y * d_expert + first) / ACTIVATION_GROUP + group, result, result * result);
+  store_results(out, (blockIdx.y * d_expert + first) / ACTIVATION_GROUP + warp, result, result * result);
 }
 
 // x float32 [d_model] += sum over the ranks of weight * (W_down a[rank]); out = the activation of x * weight.
@@ -268,7 +275,7 @@ extern "C" __global__ void ROWS_BOUNDS
   __shared__ Routing routing;
   __shared__ const uint8_t* experts[TOP_K_MAX];
   __shared__ __align__(8) float results[ACTIVATION_GROUP];
-  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32 * 2, first = ACTIVATION_GROUP * blockIdx.x;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = ACTIVATION_GROUP * blockIdx.x, mine = PAIR * warp;
   const float norm = weight[first + lane % ACTIVATION_GROUP];
   routing.choose(scores, n_experts, top_k);  // two kernels old: nothing to wait for
   if (threadIdx.x < top_k) {
@@ -281,16 +288,18 @@ extern "C" __global__ void ROWS_BOUNDS
     const int64_t stride = row_bytes<F>(d_expert);
     const int row_groups = d_expert / F::VALUES, half = (top_k + 1) / 2;
     const float inverse = 1.0f / static_cast<float>(row_groups);
-    Stage stage{shared};
+    const uint32_t room = room_of(PAIR * stride);
+    Stage stage{shared + warp * top_k * room};
+    const uint8_t* const near = stage.place + (first + mine) * stride % 16;  // experts are aligned to 16
     for (int rank = 0; rank < top_k; ++rank) {
-      stage.ask(experts[rank] + first * stride, ACTIVATION_GROUP * stride);
+      stage.ask(experts[rank] + (first + mine) * stride, PAIR * stride);
       if (rank == half - 1) commit_copies();
     }
     commit_copies();
     wait_for_previous();
     let_next_start();
     const float2 before = *reinterpret_cast<const float2*>(x + first + mine);
-    float sums[2] = {0.0f, 0.0f};
+    float sums[PAIR] = {0.0f, 0.0f};
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
       if (part == 0) {
@@ -307,11 +316,11 @@ extern "C" __global__ void ROWS_BOUNDS
 #ifdef STRATA_IN_PLACE
         const uint8_t* row = experts[rank] + (first + mine) * stride + block * F::BLOCK_BYTES;
 #else
-        const uint8_t* row = shared + (rank * ACTIVATION_GROUP + mine) * stride + block * F::BLOCK_BYTES;
+        const uint8_t* row = near + rank * room + block * F::BLOCK_BYTES;
 #endif
         const float weight_of_rank = routing.weights[rank];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        for (int r = 0; r < PAIR; ++r) {
           sums[r] += weight_of_rank * dot<F>(F::load(row + r * stride, in_block), in_block, F::grid(), values);
         }
       }
@@ -332,20 +341,22 @@ extern "C" __global__ void ROWS_BOUNDS
 // Launch: ceil(m.rows / 16) blocks of 256 threads.
 extern "C" __global__ void ROWS_BOUNDS head(Activation a, Matrix m, float* logits, int n, float eps) {
   DYNAMIC_SHARED(shared);
-  const int first = ACTIVATION_GROUP * blockIdx.x, row = first + threadIdx.x / 32 * 2;
+  const int warp = threadIdx.x / 32, row = ACTIVATION_GROUP * blockIdx.x + PAIR * warp;
   with_type(m.type, [&](auto format) {
     using F = decltype(format);
     const int64_t stride = row_bytes<F>(n);
-    const uint8_t* rows = Stage{shared}.ask(m.blocks + first * stride, min(ACTIVATION_GROUP, m.rows - first) * stride);
+    const int n_rows = min(PAIR, m.rows - row);
+    const uint8_t* rows = nullptr;
+    if (n_rows > 0) rows = Stage{shared + warp * room_of(PAIR * stride)}.ask(m.blocks + row * stride, n_rows * stride);
     commit_copies();
     wait_for_previous();
     let_next_start();
+    if (n_rows <= 0) return;
     const float rms = inverse_rms(a, n, eps);
     wait_for_rows<0>();
-    if (row >= m.rows) return;
-    const bool both = row + 1 < m.rows;
-    float sums[2] = {0.0f, 0.0f};
-    multiply<F>(rows + (row - first) * stride, both ? stride : 0, n, threadIdx.x % 32, a, sums);
+    const bool both = n_rows == PAIR;
+    float sums[PAIR] = {0.0f, 0.0f};
+    multiply<F>(rows, both ? stride : 0, n, threadIdx.x % 32, a, sums);
     const float one = rms * warp_sum(sums[0]), other = rms * warp_sum(sums[1]);
     if (threadIdx.x % 32 == 0) {
       logits[row] = one;

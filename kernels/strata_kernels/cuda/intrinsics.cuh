@@ -93,13 +93,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// ---- Brings bytes to the L2 cache some time; `p` and `size_bytes` are multiples of 16. Nothing before sm_90.
-__device__ __forceinline__ void prefetch(const void* p, uint32_t size_bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(size_bytes));
-#endif
-}
-
 // ---- Tensor cores: d += a * b, m16n8k16, float32 sums. Fragments as the PTX manual lays them out, with lane = 4 g + t:
 // a[0] row g, columns 2t 2t+1; a[1] row g + 8; a[2], a[3] the same with columns + 8; b[0] rows 2t 2t+1 of column g,
 // b[1] rows + 8; d[0], d[1] row g, columns 2t 2t+1; d[2], d[3] row g + 8.

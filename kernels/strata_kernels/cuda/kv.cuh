@@ -1,9 +1,8 @@
 // Where the K/V cells of a sequence lie.
 //
 // A range is consecutive addresses, `slab_bytes` a slab. A slab holds `cells_per_slab` cells (a multiple of 16) as
-// [layer][K or V][kv_head][cell][head_dim] in float16 or bfloat16: a head's cells are neighbours, and so are a block's
-// reads. In q8_0 each [layer][K or V] is a plane of int8 [kv_head][cell][head_dim] followed by one of float16 scales
-// [kv_head][cell][head_dim / 32]; value = scale * int8.
+// [layer][K or V][cell][kv_head][head_dim] in float16 or bfloat16. In q8_0 each [layer][K or V] is a plane of int8
+// [cell][kv_head][head_dim] followed by one of float16 scales [cell][kv_head][head_dim / 32]; value = scale * int8.
 // Every plane begins on 16 bytes: cells come in multiples of 16.
 #pragma once
 
@@ -34,14 +33,14 @@ struct KvCells {
 
   // Where the values [head_dim] of a cell and head begin.
   __device__ __forceinline__ uint8_t* values(int layer, int k_or_v, int cell, int head) const {
-    const int64_t at = (static_cast<int64_t>(head) * cells_per_slab + cell % cells_per_slab) * head_dim;
+    const int64_t at = (static_cast<int64_t>(cell % cells_per_slab) * n_kv_heads + head) * head_dim;
     return plane(layer, k_or_v, cell) + (type == KV_Q8_0 ? at : 2 * at);
   }
 
   // q8_0: where the scales float16 [head_dim / 32] of a cell and head begin.
   __device__ __forceinline__ uint8_t* scales(int layer, int k_or_v, int cell, int head) const {
     const int64_t plane_values = static_cast<int64_t>(cells_per_slab) * n_kv_heads * head_dim;
-    const int64_t at = (static_cast<int64_t>(head) * cells_per_slab + cell % cells_per_slab) * (head_dim / 32);
+    const int64_t at = (static_cast<int64_t>(cell % cells_per_slab) * n_kv_heads + head) * (head_dim / 32);
     return plane(layer, k_or_v, cell) + plane_values + 2 * at;
   }
 };

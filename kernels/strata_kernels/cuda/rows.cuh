@@ -1,8 +1,8 @@
 // Products of a matrix's rows with an activation: what decode spends its time on.
 //
-// A block asks for all of its rows at once, by copies to shared memory, which need no registers: so there is room for
+// A warp asks for all of its rows at once, by copies to shared memory, which need no registers: so there is room for
 // the next kernel's blocks beside it, and, since weights depend on no kernel, these ask for theirs while this one ends.
-// With STRATA_IN_PLACE rows are read where they lie: for those that are not aligned to 16, or too long.
+// A warp multiplies when its own have come. With STRATA_IN_PLACE rows are read where they lie: those that are too long.
 #pragma once
 
 #include "activation.cuh"
@@ -39,30 +39,44 @@ __device__ __forceinline__ int64_t row_bytes(int type, int n) {
   return bytes;
 }
 
-// The dynamic shared memory of a block, given out piece by piece to what is copied there.
+// Rows of a warp.
+constexpr int PAIR = 2;
+
+// Shared memory for bytes that begin anywhere.
+__device__ __forceinline__ uint32_t room_of(int64_t size_bytes) {
+  return (static_cast<uint32_t>(size_bytes) + 30u) / 16u * 16u;
+}
+
+// Shared memory, given out piece by piece to what is copied there.
 struct Stage {
   uint8_t* place;
 
-  // Asks for bytes, with all threads of the block; the caller ends the group of copies. Where they will be.
-  __device__ __forceinline__ const uint8_t* ask(const uint8_t* from, int64_t size_bytes) {
+  // Asks for bytes, with `n_threads` threads of which this is number `thread`; the caller ends the group of copies.
+  // Where they will be, as they are aligned where they come from. Whole units of 16 bytes are read, but for the last.
+  __device__ __forceinline__ const uint8_t* ask(const uint8_t* from, int64_t size_bytes, int thread, int n_threads) {
 #ifdef STRATA_IN_PLACE
     return from;
 #else
     uint8_t* const to = place;
-    const uint32_t size = static_cast<uint32_t>(size_bytes);
-    for (uint32_t at = 16 * threadIdx.x; at < size; at += 16 * blockDim.x) {
-      copy_part_async(to + at, from + at, min(size - at, 16u));
+    const uint32_t skew = reinterpret_cast<uint64_t>(from) % 16, size = static_cast<uint32_t>(size_bytes) + skew;
+    for (uint32_t at = 16 * thread; at < size; at += 16 * n_threads) {
+      copy_part_async(to + at, from - skew + at, min(size - at, 16u));
     }
-    place += (size + 15u) / 16u * 16u;
-    return to;
+    place += room_of(size_bytes);
+    return to + skew;
 #endif
+  }
+
+  // With a warp.
+  __device__ __forceinline__ const uint8_t* ask(const uint8_t* from, int64_t size_bytes) {
+    return ask(from, size_bytes, threadIdx.x % 32, 32);
   }
 };
 
-// The activation of n values, all but its floats on their way to shared memory.
+// The activation of n values, all but its floats on their way to shared memory, by all threads of a block.
 __device__ __forceinline__ Activation ask_activation(Stage& stage, const Activation& a, int n) {
   const auto ask = [&](const void* from, int size_bytes) {
-    return const_cast<uint8_t*>(stage.ask(static_cast<const uint8_t*>(from), size_bytes));
+    return const_cast<uint8_t*>(stage.ask(static_cast<const uint8_t*>(from), size_bytes, threadIdx.x, blockDim.x));
   };
   Activation near = a;
   near.high = reinterpret_cast<uint32_t*>(ask(a.high, n));
@@ -72,11 +86,11 @@ __device__ __forceinline__ Activation ask_activation(Stage& stage, const Activat
   return near;
 }
 
-// What was asked for before the last PENDING groups is there, for all threads of the block.
+// What this warp asked for before its last PENDING groups is there, for all of its lanes.
 template <int PENDING>
 __device__ __forceinline__ void wait_for_rows() {
   wait_for_copies<PENDING>();
-  __syncthreads();
+  __syncwarp();
 }
 
 // Adds to `sums` a thread's share of the products of ROWS rows, `stride` bytes apart, with an activation. STEP threads

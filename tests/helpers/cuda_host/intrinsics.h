@@ -42,13 +42,6 @@ inline void copy_async(void* shared, const void* global, bool valid = true, STRA
   copy_part_async(shared, global, valid ? 16 : 0, site);
 }
 
-inline void prefetch(const void* p, uint32_t size_bytes, STRATA_HERE) {
-  if (reinterpret_cast<uintptr_t>(p) % 16 != 0 || size_bytes % 16 != 0) {
-    strata_host::fail("prefetch (%s:%d) of %u bytes at %p, which are not both multiples of 16", site.file, site.line,
-                      size_bytes, p);
-  }
-}
-
 inline void commit_copies() { strata_host::self().copies.emplace_back(); }
 
 template <int PENDING>
