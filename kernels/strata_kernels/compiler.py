@@ -4,6 +4,7 @@ The result is a cubin, machine code of one architecture, and never PTX, which a 
 older than the compiler could not load. NVRTC needs no GPU. What it made is kept in
 ``$XDG_CACHE_HOME/strata/kernels`` (``~/.cache/strata/kernels``), named by a hash of all
 that went in: a changed source or compiler is a new file, and an old one is never wrong.
+Whoever finds all kernels there does without NVRTC, and does not load it.
 
 ``python -m strata_kernels.compiler --arch sm_80,sm_90`` compiles every kernel.
 """
@@ -11,13 +12,10 @@ that went in: a changed source or compiler is a new file, and an old one is neve
 import contextlib
 import hashlib
 import importlib
-import importlib.metadata
-import multiprocessing
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 HEADERS = ("cuda_fp16.h", "cuda_bf16.h")
-HEADERS_PACKAGE = "nvidia-cuda-runtime"
+COMPILER_PACKAGE, HEADERS_PACKAGE = "nvidia-cuda-nvrtc", "nvidia-cuda-runtime"
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -97,9 +95,7 @@ def compile_source(source: Path, architecture: str, types: Sequence[str] | None 
     """
     if not re.fullmatch(r"sm_\d+[af]?", architecture):
         raise InvalidRequest(f'architecture {architecture!r}: give one like "sm_90"')
-    nvrtc, version = _nvrtc()
     texts = _with_includes(source)
-    include = include_directory()
     macros = types_macro(types)
     if not any(b"STRATA_TYPES" in text for text in texts.values()):
         macros = ()
@@ -107,13 +103,14 @@ def compile_source(source: Path, architecture: str, types: Sequence[str] | None 
     key = _digest(
         *(part for name, text in texts.items() for part in (name.encode(), text)),
         *(option.encode() for option in options),
-        version.encode(),
-        *(header.read_bytes() for name in HEADERS if (header := include / name).is_file()),
+        *_toolchain(),
     )
     directory = cache_directory()
     found = _load(directory, key)
     if found is None:
-        found = _compile(nvrtc, source.name, texts, (*options, f"--include-path={include}"), architecture)
+        nvrtc, _ = _nvrtc()
+        options = (*options, f"--include-path={include_directory()}")
+        found = _compile(nvrtc, source.name, texts, options, architecture)
         _keep(directory, key, *found)
     cubin, log = found
     return Compiled(source.stem, architecture, cubin, log, parse_report(log))
@@ -145,6 +142,9 @@ def compile_all(
     if n < 2:
         yield from (compile_source(*item) for item in work)
         return
+    import multiprocessing  # slow to import, and whoever takes kept kernels does without
+    from concurrent.futures import ProcessPoolExecutor
+
     with ProcessPoolExecutor(n, multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(compile_source, *zip(*work, strict=True))
 
@@ -180,8 +180,10 @@ def missing_features() -> list[str]:
 
 def include_directory() -> Path:
     """Where CUDA's headers are: those of the installed package, else of ``$CUDA_HOME``. Errors: `Unavailable`."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        for file in importlib.metadata.files(HEADERS_PACKAGE) or ():
+    from importlib import metadata
+
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for file in metadata.files(HEADERS_PACKAGE) or ():
             if file.name == HEADERS[0] and (path := Path(str(file.locate()))).is_file():
                 return path.parent.resolve()
     home = os.environ.get("CUDA_HOME")
@@ -199,6 +201,8 @@ def cache_directory() -> Path | None:
 
 def _nvrtc() -> tuple[Any, str]:
     """``cuda.bindings.nvrtc`` and the compiler's version. Errors: `Unavailable`."""
+    from importlib import metadata
+
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         version = ".".join(map(str, call(nvrtc.nvrtcVersion)))
@@ -206,9 +210,34 @@ def _nvrtc() -> tuple[Any, str]:
         raise Unavailable(f"the Python package cuda-bindings ({error}); install strata-vmm[cuda]") from error
     except RuntimeError as error:  # what the bindings raise where there is no library
         raise Unavailable("CUDA's run-time compiler, libnvrtc; install strata-vmm[cuda]") from error
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # NVRTC itself does not tell its patch level
-        version += f" ({importlib.metadata.version('nvidia-cuda-nvrtc')})"
+    with contextlib.suppress(metadata.PackageNotFoundError):  # NVRTC itself does not tell its patch level
+        version += f" ({metadata.version(COMPILER_PACKAGE)})"
     return nvrtc, version
+
+
+def _toolchain() -> tuple[bytes, ...]:
+    """What tells the compiler and CUDA's headers from all others. Errors: `Unavailable`.
+
+    Where both are installed as packages these are the packages' names with their versions, which a look into the
+    folders of modules tells. Asking the compiler and reading the headers takes a tenth of a second.
+    """
+    packages = tuple(_installed(package) for package in (COMPILER_PACKAGE, HEADERS_PACKAGE))
+    if all(packages):
+        return packages
+    _, version = _nvrtc()
+    include = include_directory()
+    return version.encode(), *(header.read_bytes() for name in HEADERS if (header := include / name).is_file())
+
+
+def _installed(package: str) -> bytes:
+    """Name and version of an installed package, as its folder of metadata has them; empty if there is none."""
+    start = f"{package.replace('-', '_')}-"
+    for folder in sys.path:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder or os.curdir):
+                if name.startswith(start) and name.endswith(".dist-info"):
+                    return name.encode()
+    return b""
 
 
 def _with_includes(source: Path) -> dict[str, bytes]:

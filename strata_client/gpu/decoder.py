@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType
-from strata_kernels import attention, decode, structs
+from strata_kernels import attention, decode, structs, tensor_type
 from strata_kernels.attention import AttendArguments
 from strata_kernels.launch import DeviceBuffer, Kernels, Launch
 from strata_kernels.structs import Activation, KvCells, Matrix, SampleOptions, Step
@@ -52,7 +51,7 @@ class Weights:
     def vector(self, name: str) -> ctypes.c_uint64:
         """The address of a float32 vector. Errors: `ModelError` for another type."""
         tensor = self._model.tensor(name)
-        if tensor.type != GGMLQuantizationType.F32:
+        if tensor.type != tensor_type.F32:
             raise ModelError(f"tensor {name} has the type {tensor.type.name}; a GPU's kernels take norms in F32")
         return ctypes.c_uint64(self._memory.weight_address(name))
 

@@ -6,12 +6,10 @@ of transformers' `Qwen3MoeForCausalLM` with `norm_topk_prob`.
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType
 from strata_kernels.reference import (
     attention,
     dequantize,
@@ -23,6 +21,7 @@ from strata_kernels.reference import (
     rope,
     router,
 )
+from strata_kernels.tensor_type import TensorType
 
 from strata_client.models.base import (
     F32,
@@ -86,19 +85,27 @@ class Qwen3Moe:
 
     def _stacks_of(self, layer: int, matrix: int) -> Iterator[ExpertStack]:
         """The stacks of one layer's matrix."""
-        run: ExpertStack | None = None
-        for expert in range(self.params.n_experts):
-            tensor, offset_bytes, size_bytes = self._expert_place(layer, matrix, expert)
-            if run is not None and run.file == tensor.file and run.expert_bytes == size_bytes:
-                stride_bytes = run.stride_bytes if run.count > 1 else offset_bytes - run.offset_bytes
-                if stride_bytes > 0 and offset_bytes == run.offset_bytes + run.count * stride_bytes:
-                    run = replace(run, count=run.count + 1, stride_bytes=stride_bytes)
-                    continue
-            if run is not None:
-                yield run
-            run = ExpertStack(layer, matrix, expert, 1, tensor.file, offset_bytes, size_bytes, size_bytes)
-        assert run is not None
-        yield run
+        n = self.params.n_experts
+        tensor, offset_bytes, size_bytes = self._expert_place(layer, matrix, 0)
+        if len(tensor.dims) == 3:
+            yield ExpertStack(layer, matrix, 0, n, tensor.file, offset_bytes, size_bytes, size_bytes)
+            return
+        places = [self._expert_place(layer, matrix, expert) for expert in range(n)]
+        first = 0
+        while first < n:
+            (tensor, offset_bytes, size_bytes), end = places[first], first + 1
+            stride_bytes = places[end][1] - offset_bytes if end < n else 0
+            while stride_bytes > 0 and end < n:
+                other, other_bytes, other_size_bytes = places[end]
+                if (other.file, other_size_bytes) != (tensor.file, size_bytes):
+                    break
+                if other_bytes != offset_bytes + (end - first) * stride_bytes:
+                    break
+                end += 1
+            if end - first == 1:
+                stride_bytes = size_bytes
+            yield ExpertStack(layer, matrix, first, end - first, tensor.file, offset_bytes, stride_bytes, size_bytes)
+            first = end
 
     def _expert_place(self, layer: int, matrix: int, expert: int) -> tuple[TensorInfo, int, int]:
         """The tensor that holds an expert's matrix, and the matrix's offset in the file and its bytes."""
@@ -134,7 +141,7 @@ class Qwen3Moe:
                     sizes[layer, expert, matrix] = self._expert_place(layer, matrix, expert)[2]
         return sizes
 
-    def expert_types(self, layer: int) -> tuple[GGMLQuantizationType, ...]:
+    def expert_types(self, layer: int) -> tuple[TensorType, ...]:
         """The types of a layer's gate, up and down.
 
         Raises:

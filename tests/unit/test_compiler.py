@@ -33,6 +33,8 @@ ptxas info    : Compile time = 1.002 ms
 
 CUBIN = b"\x7fELF and the rest"
 
+INSTALLED = compiler._installed
+
 SOURCE = '#include "scale.cuh"\nextern "C" __global__ void copy(float* x) { x[0] = SCALE; }\n'
 
 
@@ -63,6 +65,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[s
 
     monkeypatch.setattr(compiler, "_compile", fake)
     monkeypatch.setattr(compiler, "_nvrtc", lambda: (None, "13.0"))
+    monkeypatch.setattr(compiler, "_installed", lambda package: b"")
     monkeypatch.setattr(compiler, "include_directory", lambda: tmp_path)
     yield asked
 
@@ -155,6 +158,30 @@ def test_changes_compile_again(compiled: list[str], cache: Path, source: Path, m
     monkeypatch.setattr(compiler, "_nvrtc", lambda: (None, "13.1"))
     compile_source(source, "sm_80")
     assert len(compiled) == len(list(cache.glob("*.cubin"))) == 6
+
+
+def test_installed_compiler_is_not_loaded_for_kept_kernels(
+    compiled: list[str], cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The versions of the installed packages tell what to take; other ones are compiled with again."""
+    monkeypatch.setattr(compiler, "_installed", INSTALLED)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "missing"), str(tmp_path / "site")])
+    names = ["nvidia_cuda_nvrtc-13.0.88.dist-info", "nvidia_cuda_runtime-13.0.96.dist-info"]
+    for name in names:
+        (tmp_path / "site" / name).mkdir(parents=True)
+    first = compile_source(source, "sm_90")
+
+    def fail() -> None:
+        raise AssertionError("NVRTC was loaded")
+
+    with monkeypatch.context() as without:
+        without.setattr(compiler, "_nvrtc", fail)
+        without.setattr(compiler, "include_directory", fail)
+        assert compile_source(source, "sm_90") == first
+    for name in names:
+        (tmp_path / "site" / name).rename(tmp_path / "site" / name.replace("13.0.", "13.1."))
+        compile_source(source, "sm_90")
+    assert len(compiled) == 3
 
 
 def test_types(compiled: list[str], cache: Path, source: Path) -> None:
