@@ -7,7 +7,7 @@ of it, launched kernel by kernel.
 """
 
 import ctypes
-import secrets
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -110,7 +110,7 @@ class GpuEngine(Engine):
 
         Errors: `LeaseRevoked`, `DriverError`.
         """
-        seed = secrets.randbits(63) if options.seed is None else options.seed % (1 << 64)
+        seed = int.from_bytes(os.urandom(7)) if options.seed is None else options.seed % (1 << 64)
         how = SampleOptions(
             options.temperature,
             options.top_p,
