@@ -110,7 +110,9 @@ def generate(prompt: str | None, prompt_file: str | None, **options: Any) -> Non
     """Continues PROMPT (or a file, or standard input)."""
     run = RunOptions.taken_from(options)
     with timings.stage("imports"):
-        _begin_cuda(run)
+        from strata_client.startup import begin_cuda
+
+        begin_cuda()  # before anything that is slow to import
         from strata_client.output import Output
         from strata_client.sampler import SamplerOptions
         from strata_client.text import StopStrings
@@ -188,7 +190,9 @@ def perplexity(file: str, save_logits: str | None, **options: Any) -> None:
     """
     run = RunOptions.taken_from(options)
     with timings.stage("imports"):
-        _begin_cuda(run)
+        from strata_client.startup import begin_cuda
+
+        begin_cuda()  # before anything that is slow to import
         from strata_client.output import Output, say, seconds_since_start
         from strata_client.perplexity import perplexity as measure
         from strata_client.perplexity import replacing
@@ -227,14 +231,6 @@ def inspect(model: str) -> None:
     with open_model_file(model) as model_file:
         for line in inspect_lines(model_file):
             output.text(line + "\n")
-
-
-def _begin_cuda(run: RunOptions) -> None:
-    """Lets CUDA begin before anything that is slow to import."""
-    from strata_client.connection import runtime_directories
-    from strata_client.startup import begin_cuda
-
-    begin_cuda(runtime_directories(run.socket_path))
 
 
 def _stages(run: RunOptions) -> dict[str, Any]:

@@ -21,18 +21,22 @@ _SERVICE_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_
 class PrivateDaemon:
     """A `vmmd --private` process in a short directory of its own (mode 0700).
 
+    It owns this host's GPUs where there are any that it can use, else simulated devices in the host's memory.
     It leaves when its standard input ends, thus also when this process is killed.
     It runs in a session of its own: a Ctrl-C at the terminal is not for it.
     """
 
-    def __init__(self, slab_bytes: int) -> None:
-        """Starts the process and returns at once, so that imports overlap its start."""
+    def __init__(self, slab_bytes_min: int) -> None:
+        """Starts the process and returns at once, so that imports overlap its start.
+
+        Its slabs have `slab_bytes_min`, or what its driver would have them be if that is more.
+        """
         base = "/tmp" if os.access("/tmp", os.W_OK | os.X_OK) else None
         self.directory = Path(tempfile.mkdtemp(prefix="strata-", dir=base))
         atexit.register(self.remove_directory)
         self._log = self.directory / "stderr"
-        argv = [sys.executable, "-P", "-m", "vmmd.main", "--private", "--driver", "host"]
-        argv += ["--runtime-dir", os.fspath(self.directory), "--slab-bytes", str(slab_bytes)]
+        argv = [sys.executable, "-P", "-m", "vmmd.main", "--private"]
+        argv += ["--runtime-dir", os.fspath(self.directory), "--slab-bytes-min", str(slab_bytes_min)]
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(

@@ -109,9 +109,9 @@ class Session:
         return cls(directory, connection.Broker(sock))
 
     @classmethod
-    def private(cls, slab_bytes: int) -> "Session":
-        """A session with a daemon of its own. Errors: `Unavailable`, with the daemon's last words."""
-        daemon = PrivateDaemon(slab_bytes)
+    def private(cls, slab_bytes_min: int) -> "Session":
+        """A session with a `PrivateDaemon`. Errors: `Unavailable`, with the daemon's last words."""
+        daemon = PrivateDaemon(slab_bytes_min)
         try:
             import grpc  # noqa: F401  while the daemon starts
 

@@ -7,16 +7,16 @@ side by side. Whoever needs the context just asks the driver for it, and waits t
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Generic, TypeVar
-
-from strata_api.v1.paths import GRPC_SOCKET
 
 from strata_client import timings
 
 CUDA_LIBRARY = "libcuda.so.1"
 CUDA_DEVICE = Path("/dev/nvidiactl")
+CUDA_PACKAGE = "cuda"
 
 Result = TypeVar("Result")
 
@@ -46,16 +46,13 @@ class Begun(Generic[Result]):
             self._error = error
 
 
-def begin_cuda(directories: Sequence[Path]) -> Begun[None] | None:
-    """Makes the CUDA context in the background if it may be needed: a GPU is there, and a daemon.
+def begin_cuda() -> Begun[None] | None:
+    """Makes the CUDA context in the background if it may be needed: there is a GPU, and what programs it.
 
     With several GPUs, which one is for the daemon to say: then only the driver is initialized. Nothing that
     goes wrong is an error here; whoever needs CUDA meets it again.
-
-    Args:
-        directories: the daemon's runtime directories that will be tried.
     """
-    if not CUDA_DEVICE.exists() or not any((directory / GRPC_SOCKET).exists() for directory in directories):
+    if not CUDA_DEVICE.exists() or PathFinder.find_spec(CUDA_PACKAGE) is None:
         return None
     return Begun("cuda", _make_context)
 

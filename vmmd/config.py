@@ -229,11 +229,14 @@ class Config:
             if uuid in uuids[:i]:
                 raise _refuse(f"device[{i}].uuid", uuid, "named once")
 
-    def slab_bytes_for(self, driver_name: str) -> int:
-        """`slab_bytes`, or the driver's default: small models on the host, few mappings on CUDA."""
+    def slab_bytes_for(self, driver_name: str, least_bytes: int = 0) -> int:
+        """`slab_bytes`, or the driver's default: small models on the host, few mappings on CUDA.
+
+        The default is `least_bytes` where that is more.
+        """
         if self.slab_bytes is not None:
             return self.slab_bytes
-        return MIB if driver_name == "host" else 64 * MIB
+        return max(least_bytes, MIB if driver_name == "host" else 64 * MIB)
 
     def device_config(self, uuid: str) -> DeviceConfig:
         """Cap and reserve of a device: its own where it has them, else the general cap.

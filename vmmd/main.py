@@ -46,24 +46,35 @@ SWITCH_INTERVAL_S = 0.0005
 @click.option("--runtime-dir", "directory", type=click.Path(path_type=Path), help="Directory of the sockets.")
 @click.option("--driver", type=click.Choice(["auto", "host", "cuda"]), help="Overrides driver of the configuration.")
 @click.option("--slab-bytes", type=int, help="Overrides slab_bytes of the configuration.")
+@click.option("--slab-bytes-min", type=int, default=0, help="Least slab_bytes where the driver chooses.")
 @click.option(
     "--private", is_flag=True, help="Serve one client: say `ready` on standard output, leave when standard input ends."
 )
 def run(
-    config_file: Path | None, directory: Path | None, driver: str | None, slab_bytes: int | None, private: bool
+    config_file: Path | None,
+    directory: Path | None,
+    driver: str | None,
+    slab_bytes: int | None,
+    slab_bytes_min: int,
+    private: bool,
 ) -> None:
     """Owns the memory of this host's devices and leases it to inference processes."""
     config = configuration.load(config_file) if config_file else configuration.Config()
     if slab_bytes is not None:
-        if slab_bytes <= 0 or slab_bytes % mmap.PAGESIZE:
-            raise InvalidRequest(f"--slab-bytes {slab_bytes}: must be a multiple of {mmap.PAGESIZE} bytes")
+        _check_slab_bytes("--slab-bytes", slab_bytes, mmap.PAGESIZE)
         config = replace(config, slab_bytes=slab_bytes)
+    _check_slab_bytes("--slab-bytes-min", slab_bytes_min, 0)
     if driver is not None:
         config = replace(config, driver=driver)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     log.configure(config.log_level, config.log_format)
     limits.raise_descriptor_limit()
-    asyncio.run(_serve(config, directory, private))
+    asyncio.run(_serve(config, directory, slab_bytes_min, private))
+
+
+def _check_slab_bytes(option: str, value: int, least: int) -> None:
+    if value < least or value % mmap.PAGESIZE:
+        raise InvalidRequest(f"{option} {value}: must be a multiple of {mmap.PAGESIZE} bytes, {least} at least")
 
 
 def main() -> NoReturn:
@@ -102,11 +113,11 @@ def make_driver(config: configuration.Config, available_bytes: int) -> Driver:
     return HostDriver(devices, ram_bytes)
 
 
-def device_records(config: configuration.Config, driver: Driver) -> list[DeviceRecord]:
+def device_records(config: configuration.Config, driver: Driver, slab_bytes_min: int) -> list[DeviceRecord]:
     """The ledger's devices: what there is, within what the configuration allows."""
     infos = driver.devices()
     config.check_devices([i.uuid for i in infos])
-    slab_bytes = config.slab_bytes_for(driver.name)
+    slab_bytes = config.slab_bytes_for(driver.name, slab_bytes_min)
     records = []
     for info in infos:
         limit = config.device_config(info.uuid)
@@ -119,7 +130,7 @@ def device_records(config: configuration.Config, driver: Driver) -> list[DeviceR
     return records
 
 
-async def _serve(config: configuration.Config, explicit_dir: Path | None, private: bool) -> None:
+async def _serve(config: configuration.Config, explicit_dir: Path | None, slab_bytes_min: int, private: bool) -> None:
     logger = structlog.get_logger("vmmd")
     with ExitStack() as stack:
         passed = notify.passed_broker_socket()
@@ -127,7 +138,7 @@ async def _serve(config: configuration.Config, explicit_dir: Path | None, privat
         stack.callback(runtime_dir.Lock(directory).close)
         host_limits = limits.HostLimits.read()
         driver = make_driver(config, host_limits.available_bytes)
-        records = device_records(config, driver)
+        records = device_records(config, driver, slab_bytes_min)
         claimed = config.host.uuids if driver.name == "host" else [r.uuid for r in records if not r.is_host]
         for uuid in claimed:
             stack.callback(runtime_dir.DeviceClaim(uuid).close)

@@ -154,6 +154,7 @@ def test_private_daemon_comes_and_goes_with_the_client(tmp_path: Path) -> None:
         assert process.stdout.read(1)
         daemons = [pid for pid in _processes_with(f"XDG_RUNTIME_DIR={tmp_path}") if pid != process.pid]
         command = Path(f"/proc/{daemons[0]}/cmdline").read_text().split("\0")
+        assert "--driver" not in command  # vmmd knows best
         directory = Path(command[command.index("--runtime-dir") + 1])
         assert directory.stat().st_mode & 0o777 == 0o700
         _, err = process.communicate(timeout=60)

@@ -530,6 +530,17 @@ def _vmmd(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
+@pytest.mark.parametrize(
+    "options", [["--slab-bytes-min", "1000"], ["--slab-bytes", "0"], ["--slab-bytes-min", "-4096"]]
+)
+def test_wrong_slab_sizes_on_the_command_line(options: list[str]) -> None:
+    """A slab size that no page fits is refused in one line that names the option."""
+    argv = [sys.executable, "-m", "vmmd.main", *options]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"vmmd: {options[0]} {options[1]}: must be a multiple of .*\n", done.stderr), done.stderr
+
+
 def test_second_daemon_is_refused() -> None:
     """In a runtime directory where a daemon runs a second one ends with one line that has the first one's pid."""
     with _daemon(8) as running:

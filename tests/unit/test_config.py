@@ -174,6 +174,14 @@ def test_derived_values() -> None:
     assert HostConfig(devices=2).device_uuids() == ("HOST-SIM-0", "HOST-SIM-1")
 
 
+def test_least_slab_size() -> None:
+    """What a client needs raises the driver's choice, and never the configuration's."""
+    assert Config().slab_bytes_for("host", 4 << 20) == 4 << 20
+    assert Config().slab_bytes_for("cuda", 4 << 20) == 64 << 20
+    assert Config().slab_bytes_for("cuda", 128 << 20) == 128 << 20
+    assert Config(slab_bytes=4096).slab_bytes_for("host", 4 << 20) == 4096
+
+
 def test_device_that_does_not_exist() -> None:
     """A section for a device that the host does not have is refused with those that it has."""
     config = Config(device=(DeviceConfig("GPU-1"),))

@@ -38,16 +38,17 @@ class Driver:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A runtime directory with a daemon's socket, on a host with a GPU."""
+    """Where a host with a GPU has the GPU's file and what programs it."""
     monkeypatch.setattr(startup, "CUDA_DEVICE", tmp_path / "nvidiactl")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
     (tmp_path / "nvidiactl").touch()
-    (tmp_path / "vmmd.sock").touch()
+    (tmp_path / "cuda").mkdir()
     return tmp_path
 
 
-def calls_of(driver: Driver, directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls_of(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    begun = begin_cuda([directory / "elsewhere", directory])
+    begun = begin_cuda()
     assert begun is not None
     begun.result()
     return driver.calls
@@ -56,33 +57,33 @@ def calls_of(driver: Driver, directory: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_only_gpu_gets_its_context(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one GPU its primary context is made, in a thread of its own, whose stages are recorded."""
     made = ["cuInit", "cuDeviceGetCount", "cuDevicePrimaryCtxRetain 0"]
-    assert calls_of(Driver(), directory, monkeypatch) == made
+    assert calls_of(Driver(), monkeypatch) == made
     assert [stage.name for stage in timings.stages() if stage.thread == "cuda"][-2:] == ["cuInit", "context"]
 
 
 def test_with_several_gpus_only_the_driver_begins(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which of several GPUs is used is not known yet: no memory of another one is taken."""
-    assert calls_of(Driver(gpus=2), directory, monkeypatch) == ["cuInit", "cuDeviceGetCount"]
+    assert calls_of(Driver(gpus=2), monkeypatch) == ["cuInit", "cuDeviceGetCount"]
 
 
 def test_what_fails_is_left_to_others(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that fails, or is not there, is no error at the beginning."""
-    assert calls_of(Driver(failing="cuInit"), directory, monkeypatch) == ["cuInit"]
+    assert calls_of(Driver(failing="cuInit"), monkeypatch) == ["cuInit"]
 
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    begun = begin_cuda([directory])
+    begun = begin_cuda()
     assert begun is not None
     begun.result()
 
 
-@pytest.mark.parametrize("missing", ["vmmd.sock", "nvidiactl"])
-def test_nothing_begins_without_a_gpu_or_a_daemon(directory: Path, missing: str) -> None:
-    """Where there is no GPU, or no daemon that could own it, CUDA is left alone."""
-    (directory / missing).unlink()
-    assert begin_cuda([directory]) is None
+@pytest.mark.parametrize("missing", ["cuda", "nvidiactl"])
+def test_nothing_begins_without_a_gpu_or_its_package(directory: Path, missing: str) -> None:
+    """Where there is no GPU, or nothing to program it with, CUDA is left alone."""
+    (directory / missing).rename(directory / "away")
+    assert begin_cuda() is None
 
 
 def test_a_result_is_waited_for_and_errors_are_raised() -> None:
