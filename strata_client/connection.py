@@ -133,37 +133,36 @@ class Broker:
 
     def send_files(self, files_id: int, fds: Sequence[int]) -> None:
         """Lends descriptors of model files; they stay the caller's."""
-        with self._lock:
-            for at in range(0, len(fds), DESCRIPTORS_MAX):
-                request = wire.BrokerRequest(files=wire.Files(files_id=files_id))
-                rights = array.array("i", fds[at : at + DESCRIPTORS_MAX]).tobytes()
-                self._ask(request, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], "done")
+        for at in range(0, len(fds), DESCRIPTORS_MAX):
+            request = wire.BrokerRequest(files=wire.Files(files_id=files_id))
+            rights = array.array("i", fds[at : at + DESCRIPTORS_MAX]).tobytes()
+            self._ask(request, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], "done")
 
-    def fetch(self, batch_id: int, take: Callable[[Grant], None]) -> None:
+    def fetch(self, batch_id: int, take: Callable[[Grant], None], at_once: int = DESCRIPTORS_MAX) -> None:
         """Hands a batch to `take` piece by piece, then acknowledges it.
 
         Each piece has as many descriptors as a packet carries and the limit on
-        descriptors leaves; `take` closes them before it returns.
+        descriptors leaves, `at_once` at most; `take` closes them before it returns.
+        Other threads' requests go on meanwhile: `take` may wait for what they do.
 
         Errors: `Exhausted` (the descriptor limit leaves no room), `NotFound`.
         """
         first, total = 0, 1
-        with self._lock:
-            while first < total:
-                room = min(DESCRIPTORS_MAX, _descriptors_left() - _DESCRIPTORS_SPARE)
-                if room < 1:
-                    raise _descriptor_error()
-                request = wire.BrokerRequest(fetch=wire.Fetch(batch_id=batch_id, first=first, count_max=room))
-                reply, fds = self._ask(request, [], "descriptors")
-                grant = reply.descriptors
-                total = grant.total
-                if len(fds) != len(grant.entries) or (grant.next <= first < total):
-                    _close_all(fds)
-                    raise Unavailable(f"the broker sent {len(fds)} descriptors for {len(grant.entries)} entries")
-                first = grant.next
-                if fds:
-                    take(Grant(grant.entries, fds))
-            self._ask(wire.BrokerRequest(ack=wire.Ack(batch_id=batch_id)), [], "done")
+        while first < total:
+            room = min(at_once, _descriptors_left() - _DESCRIPTORS_SPARE)
+            if room < 1:
+                raise _descriptor_error()
+            request = wire.BrokerRequest(fetch=wire.Fetch(batch_id=batch_id, first=first, count_max=room))
+            reply, fds = self._ask(request, [], "descriptors")
+            grant = reply.descriptors
+            total = grant.total
+            if len(fds) != len(grant.entries) or (grant.next <= first < total):
+                _close_all(fds)
+                raise Unavailable(f"the broker sent {len(fds)} descriptors for {len(grant.entries)} entries")
+            first = grant.next
+            if fds:
+                take(Grant(grant.entries, fds))
+        self._ask(wire.BrokerRequest(ack=wire.Ack(batch_id=batch_id)), [], "done")
 
     def close(self) -> None:
         """Ends the session: the daemon takes back everything it holds."""
@@ -194,8 +193,9 @@ class Broker:
         credentials = struct.pack("iII", os.getpid(), os.getuid(), os.getgid())
         ancillary = [*ancillary, (socket.SOL_SOCKET, socket.SCM_CREDENTIALS, credentials)]
         try:
-            self._sock.sendmsg([request.SerializeToString()], ancillary)
-            data, fds, truncated = self._receive()
+            with self._lock:
+                self._sock.sendmsg([request.SerializeToString()], ancillary)
+                data, fds, truncated = self._receive()
         except BlockingIOError as error:
             raise Unavailable("the daemon does not answer on its broker socket") from error
         except OSError as error:

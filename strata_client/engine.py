@@ -162,6 +162,10 @@ class Engine:
         self._last = self._sampler.sample(self._logits, self._seen)
         return self._last
 
+    def settle(self) -> None:
+        """Begins what the first token did not wait for: mapping the experts' homes, in a thread of its own."""
+        self._opened.homes.begin()
+
     def close(self) -> None:
         """Waits until no step runs any more."""
 
@@ -245,8 +249,7 @@ def open_engine(
         )
         shape = Shape(params.n_layers, params.n_experts, weights, model.expert_bytes)
         fds = [part.fd for part in model_file.files]
-        with timings.stage("open"):
-            opened = session.open_model(begin, fds, model.stacks(), shape, progress)
+        opened = session.open_model(begin, fds, model.stacks(), shape, progress)
         signals.is_idle = lambda: opened.steps.idle
         kv = session.create_kv(opened.model_id, chosen, cell, context)
         say_verbose(

@@ -55,6 +55,9 @@ class Decoder(Protocol):
         The caller has asked `has_room` before any but the first.
         """
 
+    def settle(self) -> None:
+        """The first token is out and more will follow: what that did not need may begin now."""
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -118,6 +121,8 @@ def generate(
             break
         if tokens == max_tokens:
             break
+        if tokens == 1:
+            engine.settle()
         if not engine.has_room():
             full = engine.position >= engine.context
             reason = CONTEXT if full else NO_ROOM

@@ -2,7 +2,8 @@
 
 Everything here is for the thread that runs the model, and for the session's
 watch thread while no step runs: `Steps.lock` keeps the two apart. What the daemon
-takes back is therefore unmapped between steps only.
+takes back is therefore unmapped between steps only. Homes alone are mapped beside
+steps, by a third thread: only what was not there before, which no step can have read.
 """
 
 import mmap
@@ -32,7 +33,7 @@ _SLABS_WANTED_MAX = 4096
 
 
 class MappedRange:
-    """A range's reservation in this process.
+    """A range's reservation in this process. Any thread may map and unmap.
 
     Attributes:
         range_id: the daemon's number of it.
@@ -47,7 +48,8 @@ class MappedRange:
         self.slab_bytes = range_.slab_bytes
         self.slabs_max = range_.slabs_max
         self.mapped: set[int] = set()
-        self.changes = 0
+        self.changes = 0  # counts a slab once it is in `mapped`: whoever reads this first misses none
+        self._lock = threading.Lock()
         self._writable = writable
         self._reservation = mapper.reserve(self.slab_bytes, self.slabs_max) if self.slabs_max else None
         self._view: U8 | None = None
@@ -81,35 +83,56 @@ class MappedRange:
     def map(self, indexes: Sequence[int], fds: Sequence[int]) -> None:
         """Maps slabs, each run of consecutive indexes in one call; closes all `fds` in any case.
 
-        A slab that is mapped already is replaced: what the daemon sends now is what holds.
+        A slab that is mapped already is replaced: what the daemon sends now is what holds. So between steps only.
         """
-        left = list(fds)
-        try:
-            for start, stop in consecutive_runs(indexes):
-                if self._reservation is None:
-                    raise InvalidRequest(f"a slab came for range {self.range_id}, which has no slabs")
-                self.unmap(indexes[start:stop])
-                run, left = left[: stop - start], left[stop - start :]
-                self.changes += 1
-                self._reservation.map(indexes[start], run, writable=self._writable)
-                self.mapped.update(indexes[start:stop])
-        finally:
-            for fd in left:
-                os.close(fd)
+        with self._lock:
+            self._map(indexes, fds)
+
+    def map_missing(self, indexes: Sequence[int], fds: Sequence[int]) -> None:
+        """Like `map`, but a slab that is mapped already stays. Also beside steps."""
+        with self._lock:
+            missing = []
+            for index, fd in zip(indexes, fds, strict=True):
+                if index in self.mapped:
+                    os.close(fd)
+                else:
+                    missing.append((index, fd))
+            self._map([index for index, _ in missing], [fd for _, fd in missing])
 
     def unmap(self, indexes: Sequence[int]) -> None:
-        """Unmaps those of these slabs that are mapped."""
-        for index in indexes:
-            if index in self.mapped and self._reservation is not None:
-                self.changes += 1
-                self.mapped.remove(index)
-                self._reservation.unmap(index)
+        """Unmaps those of these slabs that are mapped. Between steps only."""
+        with self._lock:
+            self._unmap(indexes)
 
     def close(self) -> None:
         """Unmaps everything; views of the range must not be touched any more."""
         self.mapped.clear()
         if self._reservation is not None:
             self._reservation.close()
+
+    def _map(self, indexes: Sequence[int], fds: Sequence[int]) -> None:
+        """Maps slabs anew. Lock held."""
+        left = list(fds)
+        try:
+            for start, stop in consecutive_runs(indexes):
+                if self._reservation is None:
+                    raise InvalidRequest(f"a slab came for range {self.range_id}, which has no slabs")
+                self._unmap(indexes[start:stop])
+                run, left = left[: stop - start], left[stop - start :]
+                self._reservation.map(indexes[start], run, writable=self._writable)
+                self.mapped.update(indexes[start:stop])
+                self.changes += 1
+        finally:
+            for fd in left:
+                os.close(fd)
+
+    def _unmap(self, indexes: Sequence[int]) -> None:
+        """Unmaps those of these slabs that are mapped. Lock held."""
+        for index in indexes:
+            if index in self.mapped and self._reservation is not None:
+                self.mapped.remove(index)
+                self.changes += 1
+                self._reservation.unmap(index)
 
 
 def consecutive_runs(indexes: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -251,7 +274,8 @@ class ClientMemory:
 
     Attributes:
         arena: the arena's range on each device.
-        homes: the range of the experts' homes.
+        homes: the range of the experts' homes, mapped when the first is looked for in vain, or earlier.
+        map_homes: maps them, or waits until they are mapped; nothing afterwards.
         entries: the residency table's entries, uint64 `[n_layers * n_experts]`.
         home_entries: where the homes are, alike.
         heat: the heat page.
@@ -265,8 +289,9 @@ class ClientMemory:
         homes: MappedRange,
         table: U64,
         heat: U64,
+        map_homes: Callable[[], None],
     ) -> None:
-        """Takes the mapped ranges, the residency table and the heat page.
+        """Takes the ranges, of which `homes` may still be empty, the residency table and the heat page.
 
         Errors: `StaleGeneration` if the table is of another model or version.
         """
@@ -277,6 +302,7 @@ class ClientMemory:
         self._shape = shape
         self.arena = arena
         self.homes = homes
+        self.map_homes = map_homes
         self.entries = table[pages.HEADER_WORDS : pages.HEADER_WORDS + n]
         self.home_entries = table[pages.HEADER_WORDS + n : pages.HEADER_WORDS + 2 * n]
         self._found: list[_Found | None] = [None] * n
@@ -329,8 +355,13 @@ class ClientMemory:
         return place
 
     def home(self, layer: int, expert: int) -> Place | None:
-        """Where an expert's copy in host slabs is; None while it has none."""
-        return self._find(int(self.home_entries[layer * self._shape.n_experts + expert]), layer, expert)
+        """Where an expert's copy in host slabs is; None while it has none. Errors: as `map_homes`."""
+        at = layer * self._shape.n_experts + expert
+        place = self._find(int(self.home_entries[at]), layer, expert)
+        if place is None:
+            self.map_homes()
+            place = self._find(int(self.home_entries[at]), layer, expert)
+        return place
 
     def routed(self, layer: int, experts: I32, *, prompt: bool) -> None:
         """Counts heat: `experts` int32 `[n_tokens, top_k]` that a layer routed to."""

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strata_api.v1 import memory_pb2 as wire
 from strata_api.v1 import pages
 
-from strata_client import connection
+from strata_client import connection, timings
 from strata_client.mapping import (
     Batch,
     CellShape,
@@ -32,6 +33,7 @@ from strata_client.mapping import (
 )
 from strata_client.models.base import ExpertStack
 from strata_client.private_daemon import PrivateDaemon
+from strata_client.startup import Later
 from vmmd.driver import membarrier
 from vmmd.driver.base import Mapper
 from vmmd.driver.host_memfd import HostMapper
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
 PART_ENTRIES_MAX = 1000
 """Entries of the geometry in one message: a fraction of gRPC's 4 MB."""
 
+HOMES_AT_ONCE = 16
+"""Slabs of homes that are mapped in one call of the driver: a launch may have to wait for it."""
+
 _GIVE_BACK_TIMEOUT_S = 2
 _BETWEEN_STEPS_S = 0.0005
 
@@ -52,6 +57,7 @@ class OpenedModel:
     """A model as this session holds it.
 
     Attributes:
+        homes: maps the experts' homes; `memory` does so itself when it looks for one in vain.
         shared: it was resident already.
         resident_bytes: size of the arena's slabs that this process has mapped.
     """
@@ -59,6 +65,7 @@ class OpenedModel:
     model_id: int
     memory: ClientMemory
     steps: Steps
+    homes: Later[None]
     shared: bool
     resident_bytes: int
 
@@ -86,6 +93,7 @@ class Session:
         self._early: list[wire.WatchEvent] = []
         self._ranges: dict[int, MappedRange] = {}
         self._models: list[int] = []
+        self._homes: list[Later[None]] = []
         self._gone = ""
         self._metadata = ((connection.TOKEN_KEY, broker.token),)
         self._outgoing: queue.SimpleQueue[wire.WatchRequest | None] = queue.SimpleQueue()
@@ -140,7 +148,7 @@ class Session:
         shape: Shape,
         progress: Callable[[int, int], None] = lambda filled_bytes, total_bytes: None,
     ) -> OpenedModel:
-        """Opens a model: blocks until every expert has a place, and maps all of it.
+        """Opens a model: blocks until every expert has a place, and maps all of it but the homes.
 
         Args:
             begin: the model's head; `files_id` is filled in here.
@@ -153,7 +161,8 @@ class Session:
         """
         begin.files_id = 1 + len(self._models)
         self._broker.send_files(begin.files_id, fds)
-        opened = self._open_stream(_geometry(begin, stacks, shape), progress)
+        with timings.stage("open"):
+            opened = self._open_stream(_geometry(begin, stacks, shape), progress)
         self._broker.check_epoch(opened.epoch)
         self._models.append(opened.model_id)
         ranges = [opened.weights, opened.homes, *opened.arena]
@@ -163,18 +172,21 @@ class Session:
             MappedRange(mapper, range_, writable=False) for mapper, range_ in zip(mappers, ranges, strict=True)
         )
         n_experts = shape.n_layers * shape.n_experts
-        batch = Batch([weights, homes, *arena], n_experts)
-        self._broker.fetch(opened.batch_id, lambda grant: batch.take(grant.entries, grant.fds))
+        batch = Batch([weights, *arena], n_experts)
+        with timings.stage("map"):
+            self._broker.fetch(opened.batch_id, lambda grant: batch.take(grant.entries, grant.fds))
         self._register(weights, homes, *arena)
+        later = Later("homes", partial(self._map_homes, opened.homes_batch_id, homes))
+        self._homes.append(later)
         if batch.table is None or batch.heat is None:
             raise VmmError("the daemon granted the model without its residency table or heat page")
         membarrier.register()
         line = self._page[opened.attachment * pages.LINE_WORDS :][: pages.LINE_WORDS]
         steps = Steps(line, batch.table, self._lock, self._changes)
         self._steps.append(steps)
-        memory = ClientMemory(shape, weights, arena, homes, batch.table, batch.heat)
+        memory = ClientMemory(shape, weights, arena, homes, batch.table, batch.heat, lambda: later.begin().result())
         resident_bytes = sum(len(range_.mapped) * range_.slab_bytes for range_ in arena)
-        return OpenedModel(opened.model_id, memory, steps, opened.shared, resident_bytes)
+        return OpenedModel(opened.model_id, memory, steps, later, opened.shared, resident_bytes)
 
     def create_kv(self, model_id: int, device: wire.Device, cell: CellShape, cells_max: int) -> KVRange:
         """A K/V range for up to `cells_max` cells, without memory as yet.
@@ -225,6 +237,8 @@ class Session:
         self._channel.close()
         self._broker.close()
         self._watcher.join(_GIVE_BACK_TIMEOUT_S)
+        for homes in self._homes:
+            homes.wait()
         for range_ in self._ranges.values():
             range_.close()
         self._ranges.clear()
@@ -306,6 +320,16 @@ class Session:
     def _fetch_slabs(self, batch_id: int, range_: MappedRange) -> None:
         batch = Batch([range_], 0)
         self._broker.fetch(batch_id, lambda grant: self._change(lambda: batch.take(grant.entries, grant.fds)))
+
+    def _map_homes(self, batch_id: int, homes: MappedRange) -> None:
+        """Maps the homes that there were when the model was opened, some at once, beside steps."""
+
+        def take(grant: connection.Grant) -> None:
+            homes.map_missing([entry.slab_index for entry in grant.entries], grant.fds)
+
+        with timings.stage("map homes"):
+            if batch_id:
+                self._broker.fetch(batch_id, take, HOMES_AT_ONCE)
 
     def _change(self, change: Callable[[], None]) -> None:
         """Changes what is mapped between two steps: now, or at the next step's beginning if that comes first."""

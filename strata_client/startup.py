@@ -39,11 +39,36 @@ class Begun(Generic[Result]):
             raise self._error
         return self._result
 
+    def wait(self) -> None:
+        """Waits for the function, whatever comes of it."""
+        self._thread.join()
+
     def _run(self) -> None:
         try:
             self._result = self._function()
         except BaseException as error:
             self._error = error
+
+
+class Later(Generic[Result]):
+    """A function that runs in a thread of its own from when that is first asked for. For one thread."""
+
+    def __init__(self, name: str, function: Callable[[], Result]) -> None:
+        """Takes what `Begun` does."""
+        self._name = name
+        self._function = function
+        self._begun: Begun[Result] | None = None
+
+    def begin(self) -> Begun[Result]:
+        """Starts it, unless it was started."""
+        if self._begun is None:
+            self._begun = Begun(self._name, self._function)
+        return self._begun
+
+    def wait(self) -> None:
+        """Waits until it does not run, whatever comes of it."""
+        if self._begun is not None:
+            self._begun.wait()
 
 
 def begin_cuda() -> Begun[None] | None:

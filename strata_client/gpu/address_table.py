@@ -43,7 +43,7 @@ class AddressTable:
     def refresh(self) -> bool:
         """Takes over what has changed; whether anything has. Within a published step only.
 
-        Errors: `VmmError` if an expert is in no slab that this process has mapped.
+        Errors: `VmmError` if an expert is in no slab that this process has mapped, or can map.
         """
         memory = self._memory
         entries = memory.entries.copy()
@@ -57,6 +57,9 @@ class AddressTable:
         bases = self._find(entries[where], where)
         missing = bases == 0
         homes = self._find(memory.home_entries[where[missing]], where[missing])
+        if np.any(homes == 0):
+            memory.map_homes()
+            homes = self._find(memory.home_entries[where[missing]], where[missing])
         if np.any(homes == 0):
             layer, expert = divmod(int(where[missing][np.argmin(homes)]), self.words.shape[1])
             raise VmmError(f"expert {expert} of layer {layer} is in no slab that this process has mapped")

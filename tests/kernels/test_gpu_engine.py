@@ -19,7 +19,7 @@ from strata_client.models.qwen3moe import Qwen3Moe
 from strata_client.output import Signals
 from strata_client.sampler import SamplerOptions
 from tests.helpers.cuda_host import require_host_compiler
-from tests.helpers.daemon import Daemon, running_daemon
+from tests.helpers.daemon import Daemon, running_daemon, wait_until
 from tests.helpers.gguf_builder import DATA
 from tests.helpers.host_device import HostBuffer, HostDevice, HostKernelSet
 
@@ -120,6 +120,22 @@ def test_the_same_bits_wherever_experts_are(monkeypatch: pytest.MonkeyPatch) -> 
         assert np.array_equal(logits_while_decoding(engine), resident)
         assert engine._table.in_host.any()
         assert not engine._table.in_host.all()
+
+
+def test_homes_are_mapped_behind_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all experts on the device none waits for the homes; they are there a moment after the first token."""
+    with running_daemon() as daemon, opened(daemon, monkeypatch, gpu=True) as first:
+        n_experts = first._table.words[..., 0].size
+        wait_until(lambda: daemon.status()["models"][0]["homes"] == n_experts, 10)
+        tokens = text(first, PROMPT, 12, SamplerOptions(temperature=0))
+        with opened(daemon, monkeypatch, gpu=True) as engine:
+            assert text(engine, PROMPT, 12, SamplerOptions(temperature=0)) == tokens
+            homes = engine._opened.memory.homes
+            assert not homes.mapped
+            engine.settle()
+            engine._opened.homes.begin().result()
+            assert homes.mapped == first._opened.memory.homes.mapped
+            assert text(engine, PROMPT, 12, SamplerOptions(temperature=0)) == tokens
 
 
 def logits_while_decoding(engine: Engine) -> F32:

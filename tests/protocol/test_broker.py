@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from strata_api.v1 import admin_pb2, admin_pb2_grpc, broker_pb2, memory_pb2, pag
 from strata_api.v1 import memory_pb2 as wire
 
 from strata_client import connection
+from strata_client.connection import Grant
 from tests.helpers.daemon import Daemon, running_daemon, wait_until
 from tests.helpers.peer import (
     HELLO,
@@ -176,6 +178,30 @@ def test_batches_ranges_and_models_of_others_are_not_found(daemon: Daemon, model
             one.session._broker.fetch(batch_id, lambda grant: None)
 
 
+def test_one_batch_is_fetched_while_another_is_taken(daemon: Daemon, model: SmallModel) -> None:
+    """Whoever takes a batch may wait for another thread that fetches one, in pieces as small as it likes."""
+    with client(daemon.directory) as one:
+        one.open(model)
+        one.create()
+        first, second = _granted(one, 2), _granted(one, 7)
+        broker = one.session._broker
+        taken: list[int] = []
+
+        def take(grant: Grant) -> None:
+            for fd in grant.fds:
+                os.close(fd)
+            taken.append(len(grant.fds))
+
+        def take_both(grant: Grant) -> None:
+            take(grant)
+            other = threading.Thread(target=broker.fetch, args=(second, take, 2))
+            other.start()
+            other.join(10)
+
+        broker.fetch(first, take_both)
+        assert taken == [2, 2, 2, 1]
+
+
 def test_forked_child_gains_nothing_by_the_sockets(daemon: Daemon) -> None:
     """A child's packets on the inherited connection are refused, and the parent's session goes on."""
     code = """
@@ -280,7 +306,7 @@ def test_receiver_at_its_descriptor_limit_loses_nothing(daemon: Daemon) -> None:
         channel.close()
 
 
-@pytest.mark.parametrize("version", [0, 2, 4_000_000_000])
+@pytest.mark.parametrize("version", [0, pages.PROTOCOL_VERSION + 1, 4_000_000_000])
 def test_other_protocol_version_names_both(daemon: Daemon, version: int) -> None:
     """Hello with another version is refused, and the message has the client's and the daemon's."""
     with Wire(daemon.directory, hello=False) as raw:
@@ -576,9 +602,9 @@ def _challenge(directory: Path) -> None:
         wrong = broker_pb2.Hello(protocol_version=HELLO.protocol_version, role=HELLO.role, nonce=b"x" * 16)
         second = raw.ask(broker_pb2.BrokerRequest(hello=wrong))
         assert second.challenge.nonce not in (b"", first.challenge.nonce)
-        stale = broker_pb2.Hello(protocol_version=1, role=HELLO.role, nonce=first.challenge.nonce)
+        stale = broker_pb2.Hello(protocol_version=HELLO.protocol_version, role=HELLO.role, nonce=first.challenge.nonce)
         third = raw.ask(broker_pb2.BrokerRequest(hello=stale))
-        right = broker_pb2.Hello(protocol_version=1, role=HELLO.role, nonce=third.challenge.nonce)
+        right = broker_pb2.Hello(protocol_version=HELLO.protocol_version, role=HELLO.role, nonce=third.challenge.nonce)
         assert raw.ask(broker_pb2.BrokerRequest(hello=right)).welcome.token
     _, sock = connection.dial([directory])
     broker = connection.Broker(sock)

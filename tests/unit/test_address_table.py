@@ -20,6 +20,7 @@ def _range(address: int, mapped: set[int]) -> Any:
 def _table(n_layers: int, n_experts: int, sizes: tuple[int, int, int]) -> tuple[Any, AddressTable]:
     n = n_layers * n_experts
     memory: Any = SimpleNamespace(
+        map_homes=lambda: None,
         arena=[_range(1 << 40, {0, 1, 2}), _range(1 << 41, set())],
         homes=_range(1 << 42, {0, 1, 2, 3}),
         entries=np.array([pages.pack(pages.TIER_DEVICE, 0, i % 3, i // 3) for i in range(n)], np.uint64),
@@ -79,6 +80,28 @@ def test_a_slab_that_is_not_mapped_is_read_from_home() -> None:
     memory.arena[0].changes += 1
     assert table.refresh()
     assert np.flatnonzero(table.in_host[0]).tolist() == [2]
+
+
+def test_homes_are_mapped_when_one_is_needed() -> None:
+    """While no expert is read from its home, homes may be unmapped; then they are waited for."""
+    sizes = (512, 512, 512)
+    memory, table = _table(2, 6, sizes)
+    memory.homes.mapped = set()
+    memory.homes.changes = 0
+
+    def map_homes() -> None:
+        memory.homes.mapped.update(range(4))
+        memory.homes.changes += 1
+
+    table.refresh()
+    assert not memory.homes.mapped
+    memory.map_homes = map_homes
+    memory.entries[4] = memory.home_entries[4]
+    assert table.refresh()
+    assert table.words[0, 4].tolist() == _expected(memory, int(memory.home_entries[4]), sizes)
+    before = table.words.copy()
+    table.refresh()  # looks at what has been mapped
+    assert np.array_equal(table.words, before) and not table.refresh()
 
 
 def test_an_expert_without_any_place_is_an_error() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -85,12 +86,14 @@ def _table(n_layers: int, n_experts: int) -> np.ndarray:
     return table
 
 
-def _memory(table: np.ndarray, arena: MappedRange, homes: MappedRange) -> ClientMemory:
+def _memory(
+    table: np.ndarray, arena: MappedRange, homes: MappedRange, map_homes: Callable[[], None] = lambda: None
+) -> ClientMemory:
     shape = Shape(2, 4, [WeightExtent("a", 0, 0, 3), WeightExtent("b", 0, 0, 5)], lambda layer, expert: SIZES)
     heat = np.zeros(pages.heat_bytes(8) // 8, np.uint64)
     weights = _range(4096, 1, (0,))
     weights.view[256:261] = 7
-    return ClientMemory(shape, weights, [arena], homes, table, heat)
+    return ClientMemory(shape, weights, [arena], homes, table, heat, map_homes)
 
 
 def test_runs_of_slabs_are_mapped_in_one_call_each() -> None:
@@ -109,6 +112,20 @@ def test_a_slab_that_comes_again_replaces_the_one_before() -> None:
     for _ in range(2):
         range_.map([4], [os.open("/dev/null", os.O_RDONLY)])
     assert mapper.reservation.calls == [("map", 4, 1), ("unmap", 4, 1), ("map", 4, 1)]
+
+
+def test_what_is_mapped_already_stays() -> None:
+    """Beside steps only what was not there before is mapped; each descriptor is closed, the others' too."""
+    mapper = _Mapper()
+    range_ = MappedRange(mapper, wire.Range(slab_bytes=4096, slabs_max=10), writable=False)
+    range_.map([4], [os.open("/dev/null", os.O_RDONLY)])
+    fds = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
+    range_.map_missing([3, 4, 5], fds)
+    assert mapper.reservation.calls == [("map", 4, 1), ("map", 3, 1), ("map", 5, 1)]
+    assert range_.mapped == {3, 4, 5}
+    for fd in fds:
+        with pytest.raises(OSError):
+            os.fstat(fd)
 
 
 @pytest.mark.parametrize("indexes", [[], [0], [0, 1], [1, 0], [5, 6, 9, 10, 11, 2]])
@@ -154,6 +171,25 @@ def test_expert_is_read_from_its_home_until_its_slab_is_mapped() -> None:
     assert memory.expert(0, 0).entry == slot
     arena.mapped.remove(2)
     assert memory.expert(0, 0).entry == home
+
+
+def test_homes_are_mapped_when_one_is_looked_for() -> None:
+    """Homes may be unmapped as long as every expert's slot is mapped; the first that has none waits for them."""
+    table, arena, homes = _table(2, 4), _range(4096, 4, (2,)), _range(4096, 4)
+    asked: list[None] = []
+
+    def map_homes() -> None:
+        asked.append(None)
+        homes.mapped.add(0)
+
+    memory = _memory(table, arena, homes, map_homes)
+    table[pages.HEADER_WORDS] = pages.pack(pages.TIER_DEVICE, 0, 2, 0)
+    memory.expert(0, 0)
+    assert not asked
+    home = pages.pack(pages.TIER_HOST, 0, 0, 0)
+    table[pages.HEADER_WORDS] = table[pages.HEADER_WORDS + 8] = home  # evicted
+    assert memory.expert(0, 0).entry == home
+    assert len(asked) == 1
 
 
 def test_expert_without_a_place_is_an_error() -> None:

@@ -41,6 +41,9 @@ class Script:
         self.calls.append("has_room")
         return self.position < min(self._cells, self.context)
 
+    def settle(self) -> None:
+        self.calls.append("settle")
+
     def next_token(self) -> int:
         self.calls.append("next")
         self._said += 1
@@ -69,7 +72,7 @@ def run(
 
 
 def test_the_engine_is_asked_for_one_token_after_the_other(tokenizer: Tokenizer) -> None:
-    """Room is made, the prompt begun, and room asked for before each token but the first."""
+    """Room is made, the prompt begun, and room asked for before each token but the first, once that is out."""
     engine = Script([*spelled("xyz"), EOS])
     done, text, _ = run(tokenizer, engine)
     assert (done.prompt_tokens, done.tokens, done.reason, text) == (2, 3, END, "xyz")
@@ -77,6 +80,7 @@ def test_the_engine_is_asked_for_one_token_after_the_other(tokenizer: Tokenizer)
         ("prepare", 2),
         ("begin", spelled("ab"), OPTIONS),
         "next",
+        "settle",
         *["has_room", "next"] * 3,
     ]
 
@@ -86,7 +90,7 @@ def test_no_token_is_asked_for_beyond_the_last(tokenizer: Tokenizer) -> None:
     engine = Script(spelled("xyz"))
     done, text, tokens = run(tokenizer, engine, max_tokens=2)
     assert (done.reason, text, tokens) == (MAX_TOKENS, "xy", spelled("xy"))
-    assert engine.calls[2:] == ["next", "has_room", "next"]
+    assert engine.calls[2:] == ["next", "settle", "has_room", "next"]
     none = Script([])
     done, text, _ = run(tokenizer, none, max_tokens=0)
     assert (done.tokens, done.reason, text) == (0, MAX_TOKENS, "")

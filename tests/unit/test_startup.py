@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from strata_client import startup, timings
-from strata_client.startup import Begun, begin_cuda
+from strata_client.startup import Begun, Later, begin_cuda
 
 
 class Driver:
@@ -100,6 +100,18 @@ def test_a_result_is_waited_for_and_errors_are_raised() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
             failed.result()
+
+
+def test_later_runs_once_when_asked() -> None:
+    """What is put off runs once, however often it is begun and wherever; waiting begins nothing."""
+    threads: list[str] = []
+    later = Later("late", lambda: threads.append(threading.current_thread().name))
+    later.wait()
+    assert not threads
+    later.begin()
+    later.begin().result()
+    later.wait()
+    assert threads == ["late"]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["generate", "--nonsense"]])

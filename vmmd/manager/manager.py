@@ -241,17 +241,22 @@ class Manager:
             asyncio.get_running_loop().create_future(),
         )
 
-    def grant_model(self, session: Session, model: Model) -> int:
-        """The batch of everything a session maps of a ready model; returns its id."""
+    def grant_model(self, session: Session, model: Model) -> tuple[int, int]:
+        """The batch of what a session maps of a ready model, and that of the homes; returns their ids, 0 for none."""
         items = [
             BatchItem(Kind.KIND_RESIDENCY, model.model_id, page=model.table.page),
             BatchItem(Kind.KIND_HEAT, model.model_id, page=session.heat[model.model_id].page, writable=True),
         ]
-        for record in [model.weights, *model.ranges, model.homes]:
-            slabs = sorted(record.slabs.items())  # those still being made are granted when they are there
-            made = [(i, s) for i, s in slabs if s in self.physical]
-            items += [BatchItem(Kind.KIND_SLAB, record.range_id, i, s) for i, s in made]
-        return session.add_batch(self.ledger.new_id(), items)
+        for record in (model.weights, *model.ranges):
+            items += self._made(record)
+        batch_id = session.add_batch(self.ledger.new_id(), items)
+        homes = self._made(model.homes)
+        return batch_id, session.add_batch(self.ledger.new_id(), homes) if homes else 0
+
+    def _made(self, record: RangeRecord) -> list[BatchItem]:
+        """The slabs of a range; those still being made are granted when they are there."""
+        slabs = sorted(record.slabs.items())
+        return [BatchItem(Kind.KIND_SLAB, record.range_id, i, s) for i, s in slabs if s in self.physical]
 
     def close_model(self, session: Session, model_id: int) -> None:
         """Detaches a session from a model; its K/V ranges stay. Errors: `NotFound`."""

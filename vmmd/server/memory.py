@@ -68,6 +68,7 @@ class Memory(memory_pb2_grpc.MemoryServicer):
         if session.ended:
             raise LeaseRevoked("the session ended while it opened a model")
         ledger = self._manager.ledger
+        batch_id, homes_batch_id = self._manager.grant_model(session, model)
         yield memory_pb2.OpenModelEvent(
             opened=memory_pb2.Opened(
                 epoch=self._manager.epoch,
@@ -76,7 +77,8 @@ class Memory(memory_pb2_grpc.MemoryServicer):
                 weights=convert.range_(ledger, model.weights),
                 arena=[convert.range_(ledger, r) for r in model.ranges],
                 homes=convert.range_(ledger, model.homes),
-                batch_id=self._manager.grant_model(session, model),
+                batch_id=batch_id,
+                homes_batch_id=homes_batch_id,
                 shared=shared,
             )
         )

@@ -139,7 +139,7 @@ class Range(_message.Message):
     def __init__(self, range_id: _Optional[int] = ..., device_uuid: _Optional[str] = ..., slab_bytes: _Optional[int] = ..., slabs_max: _Optional[int] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("epoch", "model_id", "attachment", "weights", "arena", "homes", "batch_id", "shared")
+    __slots__ = ("epoch", "model_id", "attachment", "weights", "arena", "homes", "batch_id", "shared", "homes_batch_id")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +148,7 @@ class Opened(_message.Message):
     HOMES_FIELD_NUMBER: _ClassVar[int]
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
+    HOMES_BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     model_id: int
     attachment: int
@@ -156,7 +157,8 @@ class Opened(_message.Message):
     homes: Range
     batch_id: int
     shared: bool
-    def __init__(self, epoch: _Optional[int] = ..., model_id: _Optional[int] = ..., attachment: _Optional[int] = ..., weights: _Optional[_Union[Range, _Mapping]] = ..., arena: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., homes: _Optional[_Union[Range, _Mapping]] = ..., batch_id: _Optional[int] = ..., shared: bool = ...) -> None: ...
+    homes_batch_id: int
+    def __init__(self, epoch: _Optional[int] = ..., model_id: _Optional[int] = ..., attachment: _Optional[int] = ..., weights: _Optional[_Union[Range, _Mapping]] = ..., arena: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., homes: _Optional[_Union[Range, _Mapping]] = ..., batch_id: _Optional[int] = ..., shared: bool = ..., homes_batch_id: _Optional[int] = ...) -> None: ...
 
 class CloseModelRequest(_message.Message):
     __slots__ = ("model_id",)

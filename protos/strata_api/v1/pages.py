@@ -37,7 +37,7 @@ Heat page (the client writes): how often each expert was routed to::
 
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Of the whole wire: broker, gRPC and these pages."""
 
 WORD_BYTES = 8
