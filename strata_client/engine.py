@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from strata_api.v1 import memory_pb2 as wire
@@ -18,6 +18,7 @@ from strata_client.models.qwen3moe import Qwen3Moe
 from strata_client.output import Signals
 from strata_client.sampler import Sampler, SamplerOptions
 from strata_client.session import OpenedModel, Session, choose_device, is_gpu
+from strata_client.startup import Begun
 from vmmd.errors import Exhausted, InvalidRequest, LeaseRevoked, Unavailable, VmmError
 
 CHUNK_TOKENS = 64
@@ -238,8 +239,8 @@ def open_engine(
     try:
         signals.abandon = session.abandon
         chosen = choose_device(session.devices(), device)
-        on_gpu = is_gpu(chosen.uuid)
         cell = cell._replace(type=choose_kv_type(kv_type, chosen.uuid))
+        make_engine = _on_gpu(model, chosen.uuid, cell.type) if is_gpu(chosen.uuid) else Engine
         begin = wire.Begin(
             name=str(model_file.metadata.get("general.name") or Path(model_file.files[0].path).name),
             device_uuids=[chosen.uuid],
@@ -256,7 +257,7 @@ def open_engine(
             f"strata: device {chosen.uuid}, {size_text(chosen.slab_bytes)} a slab, arena "
             f"{'shared' if opened.shared else 'filled'}: {size_text(opened.resident_bytes)} of experts on it"
         )
-        engine = _engine(cell.type if on_gpu else None)(
+        engine = make_engine(
             model,
             session,
             opened,
@@ -289,13 +290,22 @@ def choose_kv_type(asked: str | None, device_uuid: str) -> str:
     return asked or choices[0]
 
 
-def _engine(gpu_kv_type: str | None) -> Callable[..., Engine]:
-    """What makes the engine; without a type, the host's."""
-    if gpu_kv_type is None:
-        return Engine
-    from strata_client.gpu.engine import GpuEngine  # loads CUDA, which clients on the host do without
+def _on_gpu(model: Qwen3Moe, device_uuid: str, kv_type: str) -> Callable[..., Engine]:
+    """What makes the engine on a GPU, whose kernels are loaded from now on, while the model is opened and mapped."""
 
-    return partial(GpuEngine, kv_type=gpu_kv_type)
+    def load() -> tuple[Any, Any]:
+        from strata_client.gpu.engine import load  # loads CUDA, which clients on the host do without
+
+        return load(device_uuid, kv_type, model.type_names())
+
+    loaded = Begun("kernels", load)
+
+    def make(*args: Any, **kwargs: Any) -> Engine:
+        from strata_client.gpu.engine import GpuEngine
+
+        return GpuEngine(*args, kv_type=kv_type, loaded=loaded, **kwargs)
+
+    return make
 
 
 def growth_line(cells: int, size_bytes: int, trades: Sequence[wire.Trade]) -> str:

@@ -1,7 +1,7 @@
 """Chooses the next token from logits."""
 
 import math
-import secrets
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -55,7 +55,7 @@ class Sampler:
 
     def __init__(self, options: SamplerOptions) -> None:
         self._options = options
-        self._seed = secrets.randbits(64) if options.seed is None else options.seed
+        self._seed = int.from_bytes(os.urandom(8)) if options.seed is None else options.seed
         self._draws = 0
 
     def sample(self, logits: F32, seen: Collection[int] = ()) -> int:

@@ -102,6 +102,7 @@ class Kernels:
         self.architecture = architecture(cu)
         self._functions: dict[str, _Function] = {}
         self._modules: list[Any] = []
+        self._programmatic = _programmatic(cu)
         for source in sources:
             compiled = compile_source(source, self.architecture, types)
             module = call(cu.cuModuleLoadData, compiled.cubin)
@@ -148,12 +149,7 @@ class Kernels:
         config.sharedMemBytes = shared_bytes
         config.hStream = stream
         if programmatic:
-            attribute = cu.CUlaunchAttribute()
-            attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            value = cu.CUlaunchAttributeValue()
-            value.programmaticStreamSerializationAllowed = 1
-            attribute.value = value
-            config.attrs = [attribute]
+            config.attrs = [self._programmatic]
             config.numAttrs = 1
         return Launch(cu, config, function.handle, values)
 
@@ -224,6 +220,16 @@ def architecture(cu: Any) -> str:
         )
     )
     return f"sm_{major}{minor}"
+
+
+def _programmatic(cu: Any) -> Any:
+    """The attribute of a launch that may start while the one before it ends; configurations copy it."""
+    attribute = cu.CUlaunchAttribute()
+    attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    value = cu.CUlaunchAttributeValue()
+    value.programmaticStreamSerializationAllowed = 1
+    attribute.value = value
+    return attribute
 
 
 class _Function:

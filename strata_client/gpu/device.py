@@ -19,7 +19,9 @@ def bytes_at(address: int, size_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 class Device:
-    """A GPU that a model runs on. Its primary context is current in the thread that makes this, from then on.
+    """A GPU that a model runs on.
+
+    Its primary context is current in the thread that makes this, from then on; others make it current first.
 
     Attributes:
         cu: ``cuda.bindings.driver``.
@@ -35,7 +37,8 @@ class Device:
         ordinal = next((gpu.ordinal for gpu in gpus if gpu.uuid == uuid), None)
         if ordinal is None:
             raise NotFound(f"this process sees no GPU {uuid!r} (CUDA_VISIBLE_DEVICES?)")
-        call(cu.cuCtxSetCurrent, call(cu.cuDevicePrimaryCtxRetain, ordinal))
+        self._context = call(cu.cuDevicePrimaryCtxRetain, ordinal)
+        self.make_current()
         self.stream = int(call(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
         attribute = cu.CUdevice_attribute
         self.multiprocessors, self.shared_bytes_max = (
@@ -45,6 +48,10 @@ class Device:
                 attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
             )
         )
+
+    def make_current(self) -> None:
+        """Makes the GPU's primary context the calling thread's current one, from now on."""
+        call(self.cu.cuCtxSetCurrent, self._context)
 
     def synchronize(self) -> None:
         """Waits for all that was launched. Errors: `DriverError`, also of an earlier launch."""

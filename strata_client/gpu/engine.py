@@ -28,6 +28,7 @@ from strata_client.gpu.prompt import LOGITS_TOKENS, STAGING_BYTES, Prompt
 from strata_client.gpu.streaming import ExpertStream
 from strata_client.models.base import F32, I32, ModelError
 from strata_client.sampler import SamplerOptions
+from strata_client.startup import Begun
 from vmmd.driver.cuda_calls import call
 from vmmd.errors import LeaseRevoked
 
@@ -41,23 +42,33 @@ _TOKEN_OFFSET = Step.token.offset
 _PAGE_BYTES = 4096
 
 
+def load(device_uuid: str, kv_type: str, types: Sequence[str]) -> tuple[Device, Kernels]:
+    """A GPU, and on it the kernels for K/V cells of a type, a key of `KV_TYPES`, and tensors of some types.
+
+    For any thread. Errors: `NoDevice`, `NotFound`, `DriverError`; as `compile_source` where they are not compiled yet.
+    """
+    with timings.stage("context"):
+        device = Device(device_uuid)
+    with timings.stage("kernels"):
+        return device, Kernels([SOURCES / f"{name}.cu" for name in (*_SOURCES, f"attend_{kv_type}")], types)
+
+
 class GpuEngine(Engine):
     """A model, its memory and one sequence's K/V on a GPU. For one thread."""
 
-    def __init__(self, *args: Any, kv_type: str, **kwargs: Any) -> None:
-        """Takes what `Engine` does, and what a K/V cell holds: a key of `KV_TYPES`.
+    def __init__(self, *args: Any, kv_type: str, loaded: Begun[tuple[Device, Kernels]], **kwargs: Any) -> None:
+        """Takes what `Engine` does, what a K/V cell holds, and what `load` makes for that and the model.
 
-        Errors: `ModelError` where the kernels cannot run the model; `NoDevice`, `NotFound`, `DriverError`.
+        Errors: `ModelError` where the kernels cannot run the model; `DriverError`; as `load`.
         """
         super().__init__(*args, **kwargs)
         model, memory, steps = self.model, self._opened.memory, self._opened.steps
         params = model.params
-        with timings.stage("context"):
-            self._device = device = Device(self._kv.range.device_uuid)
+        with timings.stage("wait for kernels"):
+            self._device, kernels = loaded.result()
+        device = self._device
+        device.make_current()
         steps.drain = device.synchronize
-        with timings.stage("kernels"):
-            sources = [SOURCES / f"{name}.cu" for name in (*_SOURCES, f"attend_{kv_type}")]
-            kernels = Kernels(sources, model.type_names())
         cells = KvCells(
             self._kv.range.address,
             self._kv.range.slab_bytes,

@@ -152,6 +152,9 @@ class HostDevice:
         self.stream = self.cu.cuStreamCreate(0)[1]
         self._pinned: list[Array] = []
 
+    def make_current(self) -> None:
+        """There is no other."""
+
     def synchronize(self) -> None:
         """Runs all that the stream has."""
         self.cu.cuStreamSynchronize(self.stream)
