@@ -349,7 +349,7 @@ class ClientMemory:
         Errors: `VmmError` if it has no place at all.
         """
         at = layer * self._shape.n_experts + expert
-        place = self._find(int(self.entries[at]), layer, expert) or self.home(layer, expert)
+        place = self.find(int(self.entries[at]), layer, expert) or self.home(layer, expert)
         if place is None:
             raise VmmError(f"expert {expert} of layer {layer} is in no slab that this process has mapped")
         return place
@@ -357,22 +357,14 @@ class ClientMemory:
     def home(self, layer: int, expert: int) -> Place | None:
         """Where an expert's copy in host slabs is; None while it has none. Errors: as `map_homes`."""
         at = layer * self._shape.n_experts + expert
-        place = self._find(int(self.home_entries[at]), layer, expert)
+        place = self.find(int(self.home_entries[at]), layer, expert)
         if place is None:
             self.map_homes()
-            place = self._find(int(self.home_entries[at]), layer, expert)
+            place = self.find(int(self.home_entries[at]), layer, expert)
         return place
 
-    def routed(self, layer: int, experts: I32, *, prompt: bool) -> None:
-        """Counts heat: `experts` int32 `[n_tokens, top_k]` that a layer routed to."""
-        counts = np.bincount(experts.ravel(), minlength=self._shape.n_experts)
-        self._counts[int(prompt), layer] += counts.astype(np.uint64)
-
-    def count(self, tokens: int, *, prompt: bool) -> None:
-        """Counts `tokens` that are about to be routed: the daemon relates heat to them."""
-        self.heat[pages.WORD_PROMPT if prompt else pages.WORD_DECODED] += np.uint64(tokens)
-
-    def _find(self, word: int, layer: int, expert: int) -> Place | None:
+    def find(self, word: int, layer: int, expert: int) -> Place | None:
+        """Where a word of the residency table says that an expert is; None if its slab is not mapped, or it is 0."""
         entry = pages.unpack(word)
         if entry.tier == pages.TIER_HOST:
             range_ = self.homes
@@ -386,6 +378,15 @@ class ClientMemory:
         gate, up, down, slot_bytes = pages.slot_layout(*sizes)
         base = entry.slab * range_.slab_bytes + entry.slot * slot_bytes
         return Place(word, range_, entry.slab, (base + gate, base + up, base + down), sizes)
+
+    def routed(self, layer: int, experts: I32, *, prompt: bool) -> None:
+        """Counts heat: `experts` int32 `[n_tokens, top_k]` that a layer routed to."""
+        counts = np.bincount(experts.ravel(), minlength=self._shape.n_experts)
+        self._counts[int(prompt), layer] += counts.astype(np.uint64)
+
+    def count(self, tokens: int, *, prompt: bool) -> None:
+        """Counts `tokens` that are about to be routed: the daemon relates heat to them."""
+        self.heat[pages.WORD_PROMPT if prompt else pages.WORD_DECODED] += np.uint64(tokens)
 
 
 KV_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 1.0625}

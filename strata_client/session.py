@@ -32,7 +32,6 @@ from strata_client.mapping import (
     map_page,
 )
 from strata_client.models.base import ExpertStack
-from strata_client.private_daemon import PrivateDaemon
 from strata_client.startup import Later
 from vmmd.driver import membarrier
 from vmmd.driver.base import Mapper
@@ -41,6 +40,8 @@ from vmmd.errors import NoDevice, Unavailable, VmmError
 
 if TYPE_CHECKING:
     import grpc
+
+    from strata_client.private_daemon import PrivateDaemon
 
 PART_ENTRIES_MAX = 1000
 """Entries of the geometry in one message: a fraction of gRPC's 4 MB."""
@@ -79,7 +80,7 @@ class Session:
         troubles: what went wrong in the background without hurting, a line each.
     """
 
-    def __init__(self, directory: Path, broker: connection.Broker, private: PrivateDaemon | None = None) -> None:
+    def __init__(self, directory: Path, broker: connection.Broker, private: "PrivateDaemon | None" = None) -> None:
         """Takes over the broker connection, and the daemon if it is a private one."""
         self.directory = directory
         self.is_private = private is not None
@@ -119,6 +120,8 @@ class Session:
     @classmethod
     def private(cls, slab_bytes_min: int) -> "Session":
         """A session with a `PrivateDaemon`. Errors: `Unavailable`, with the daemon's last words."""
+        from strata_client.private_daemon import PrivateDaemon
+
         daemon = PrivateDaemon(slab_bytes_min)
         try:
             import grpc  # noqa: F401  while the daemon starts

@@ -16,6 +16,8 @@ from vmmd.errors import VmmError
 
 I64 = npt.NDArray[np.int64]
 
+MATRICES = ("gate", "up", "down")
+
 _SLOT_BITS, _SLAB_BITS, _DEVICE_BITS = np.uint64(22), np.uint64(32), np.uint64(8)
 
 
@@ -69,6 +71,31 @@ class AddressTable:
         self.in_host.reshape(-1)[where] = missing | (tiers == pages.TIER_HOST)
         self._entries, self._changes = entries, changes
         return True
+
+    def check(self, words: U64) -> None:
+        """Compares what was read back from the device, uint64 `[n_layers, n_experts, 3]`, with the residency table.
+
+        With the entries of the last `refresh`, that is, one by one, by the way that the host reads experts: for
+        debugging, as it takes some 10 us an expert. Nothing but the order of its words relies on `refresh`.
+
+        Errors: `VmmError`, with layer, expert and matrix of the first wrong pointer.
+        """
+        memory = self._memory
+        for at, (entry, found) in enumerate(zip(self._entries.tolist(), words.reshape(-1, 3).tolist(), strict=True)):
+            layer, expert = divmod(at, self.words.shape[1])
+            place = memory.find(entry, layer, expert) or memory.home(layer, expert)
+            if place is None:
+                raise VmmError(f"expert {expert} of layer {layer} is in no slab that this process has mapped")
+            base, end = place.range_.address, place.range_.slab_bytes * (place.slab + 1)
+            for matrix, offset, size, address in zip(
+                MATRICES, place.offsets_bytes, place.sizes_bytes, found, strict=True
+            ):
+                if address != base + offset or offset + size > end:
+                    raise VmmError(
+                        f"the address table is wrong: layer {layer}, expert {expert}, {matrix}: the device has"
+                        f" {address:#x}, entry {entry:#x} means {base + offset:#x}, {size} bytes of slab {place.slab}"
+                        f" of range {place.range_.range_id}; please report it"
+                    )
 
     def _find(self, words: U64, where: npt.NDArray[np.intp]) -> U64:
         """Where the slots begin that entries name; 0 for what is not mapped here."""

@@ -105,6 +105,7 @@ class GpuEngine(Engine):
             )  # fmt: skip
         self._table = AddressTable(memory, model.expert_sizes())
         self._tables = device.pinned((_IN_FLIGHT_MAX + 1, *self._table.words.shape), np.uint64)
+        self._read_back = np.zeros_like(self._table.words) if os.environ.get("STRATA_DEBUG") else None
         self._tokens = device.pinned((_IN_FLIGHT_MAX + 1, 1), np.int32)
         self._ended = [device.event() for _ in range(_IN_FLIGHT_MAX + 1)]
         self._pending: deque[int] = deque()  # steps whose tokens are not read
@@ -249,6 +250,9 @@ class GpuEngine(Engine):
             place = number % len(self._tables)
             self._tables[place] = self._table.words
             self._device.upload(self._decoder.buffers["table"].value, self._tables[place])
+        if self._read_back is not None:  # nothing runs ahead then
+            self._device.download(self._read_back, self._decoder.buffers["table"].value)
+            self._table.check(self._read_back)
 
     def _wait(self, number: int) -> None:
         """Waits for a step's end. Errors: `DriverError`."""

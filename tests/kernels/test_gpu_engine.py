@@ -1,16 +1,19 @@
 """The engine on a GPU that the host plays, with a real daemon: texts, logits, and steps beside trades."""
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from strata_client import engine as engines
 from strata_client.engine import Engine, open_engine
 from strata_client.gpu import decoder, prompt, streaming
 from strata_client.gpu import engine as gpu_engine
+from strata_client.gpu.address_table import AddressTable
 from strata_client.gpu.prompt import LOGITS_TOKENS
 from strata_client.mapping import MappedRange
 from strata_client.models.base import F32
@@ -22,6 +25,7 @@ from tests.helpers.cuda_host import require_host_compiler
 from tests.helpers.daemon import Daemon, running_daemon, wait_until
 from tests.helpers.gguf_builder import DATA
 from tests.helpers.host_device import HostBuffer, HostDevice, HostKernelSet
+from vmmd.errors import VmmError
 
 MICRO = DATA / "micro.gguf"
 LOGITS_MEDIAN = 0.03
@@ -136,6 +140,44 @@ def test_homes_are_mapped_behind_the_first_token(monkeypatch: pytest.MonkeyPatch
             engine._opened.homes.begin().result()
             assert homes.mapped == first._opened.memory.homes.mapped
             assert text(engine, PROMPT, 12, SamplerOptions(temperature=0)) == tokens
+
+
+def test_checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With STRATA_DEBUG the table on the device is compared before each step, also after a trade; damage is named."""
+    slabs, greedy = "slab_bytes = 65536\n", SamplerOptions(temperature=0)
+    with running_daemon(slabs) as daemon, opened(daemon, monkeypatch, gpu=True, context=1024) as engine:
+        tokens = text(engine, PROMPT, 8, greedy)
+        engine._device.synchronize()  # nothing runs by itself there
+        assert engine._grow(1024)
+        device = daemon.status()["devices"][0]
+    monkeypatch.setenv("STRATA_DEBUG", "1")
+    checked: list[int] = []
+    check = AddressTable.check
+
+    def counting(table: AddressTable, words: npt.NDArray[np.uint64]) -> None:
+        checked.append(int(table.in_host.sum()))
+        check(table, words)
+
+    monkeypatch.setattr(AddressTable, "check", counting)
+    cap_bytes = device["kv_bytes"] + device["weights_bytes"] + device["experts_bytes"] // 2
+    with (
+        running_daemon(f"{slabs}cap_bytes = {cap_bytes}\n") as daemon,
+        opened(daemon, monkeypatch, gpu=True, context=1024) as engine,
+    ):
+        assert text(engine, PROMPT, 8, greedy) == tokens
+        assert len(checked) >= 8
+        in_host = checked[-1]
+        engine._device.synchronize()
+        assert engine._kv.cells < 1024 and engine._grow(1024), engine.refusal
+        assert text(engine, PROMPT, 8, greedy) == tokens
+        assert checked[-1] > in_host
+        monkeypatch.setattr(AddressTable, "refresh", lambda table: False)  # a new table would mend it
+        on_device = np.ctypeslib.as_array(
+            (ctypes.c_uint64 * engine._table.words.size).from_address(engine._decoder.buffers["table"].value)
+        ).reshape(engine._table.words.shape)
+        on_device[1, 2, 1] += 256
+        with pytest.raises(VmmError, match="layer 1, expert 2, up"):
+            text(engine, PROMPT, 8, greedy)
 
 
 def logits_while_decoding(engine: Engine) -> F32:

@@ -8,24 +8,28 @@ import pytest
 from strata_api.v1 import pages
 
 from strata_client.gpu.address_table import AddressTable
+from strata_client.mapping import ClientMemory, Shape
 from vmmd.errors import VmmError
 
 SLAB = 1 << 21
 
 
 def _range(address: int, mapped: set[int]) -> Any:
-    return SimpleNamespace(address=address, mapped=mapped, slabs_max=8, slab_bytes=SLAB, changes=len(mapped))
+    return SimpleNamespace(
+        range_id=address >> 40, address=address, mapped=mapped, slabs_max=8, slab_bytes=SLAB, changes=len(mapped)
+    )
 
 
 def _table(n_layers: int, n_experts: int, sizes: tuple[int, int, int]) -> tuple[Any, AddressTable]:
     n = n_layers * n_experts
-    memory: Any = SimpleNamespace(
-        map_homes=lambda: None,
-        arena=[_range(1 << 40, {0, 1, 2}), _range(1 << 41, set())],
-        homes=_range(1 << 42, {0, 1, 2, 3}),
-        entries=np.array([pages.pack(pages.TIER_DEVICE, 0, i % 3, i // 3) for i in range(n)], np.uint64),
-        home_entries=np.array([pages.pack(pages.TIER_HOST, 0, i % 4, i // 4) for i in range(n)], np.uint64),
-    )
+    page, heat = (np.zeros(size // 8, np.uint64) for size in (pages.residency_bytes(n), pages.heat_bytes(n)))
+    page[[pages.WORD_MAGIC, pages.WORD_LAYERS, pages.WORD_EXPERTS]] = pages.MAGIC, n_layers, n_experts
+    arena: Any = [_range(1 << 40, {0, 1, 2}), _range(1 << 41, set())]
+    weights, homes = _range(0, set()), _range(1 << 42, {0, 1, 2, 3})
+    shape = Shape(n_layers, n_experts, [], lambda layer, expert: sizes)
+    memory = ClientMemory(shape, weights, arena, homes, page, heat, lambda: None)
+    memory.entries[:] = [pages.pack(pages.TIER_DEVICE, 0, i % 3, i // 3) for i in range(n)]
+    memory.home_entries[:] = [pages.pack(pages.TIER_HOST, 0, i % 4, i // 4) for i in range(n)]
     return memory, AddressTable(memory, np.tile(np.array(sizes, np.int64), (n_layers, n_experts, 1)))
 
 
@@ -110,3 +114,43 @@ def test_an_expert_without_any_place_is_an_error() -> None:
     memory.entries[4] = memory.home_entries[4] = 0
     with pytest.raises(VmmError, match="expert 1 of layer 1"):
         table.refresh()
+
+
+def test_check_agrees_with_the_residency_table() -> None:
+    """What `refresh` makes of slots, homes and slabs that are not mapped passes; later changes do not count."""
+    memory, table = _table(2, 9, (300, 256, 10))
+    memory.entries[5] = memory.home_entries[5]
+    memory.arena[0].mapped.remove(1)
+    table.refresh()
+    table.check(table.words.copy())
+    memory.entries[4] = memory.home_entries[4]  # the next step's
+    table.check(table.words.copy())
+
+
+@pytest.mark.parametrize("matrix", range(3))
+@pytest.mark.parametrize("where", ["slot", "home"])
+def test_check_names_a_wrong_pointer(matrix: int, where: str) -> None:
+    """A pointer that is off, or one that was right for an earlier step, is named by layer, expert and matrix."""
+    memory, table = _table(2, 9, (300, 256, 10))
+    if where == "home":
+        memory.entries[12] = memory.home_entries[12]
+    table.refresh()
+    words = table.words.copy()
+    words[1, 3, matrix] += np.uint64(256)
+    name = ("gate", "up", "down")[matrix]
+    with pytest.raises(VmmError, match=f"layer 1, expert 3, {name}: the device has {int(words[1, 3, matrix]):#x}"):
+        table.check(words)
+    stale = table.words.copy()
+    memory.entries[12] = pages.pack(pages.TIER_DEVICE, 0, 2, 7)
+    table.refresh()
+    with pytest.raises(VmmError, match="layer 1, expert 3, gate"):
+        table.check(stale)
+
+
+def test_check_finds_a_slot_beyond_its_slab() -> None:
+    """An entry whose slot does not fit its slab is as wrong as a pointer, though the table follows it."""
+    memory, table = _table(2, 9, (300, 256, 10))
+    memory.entries[3] = pages.pack(pages.TIER_DEVICE, 0, 2, SLAB // 1024)
+    table.refresh()
+    with pytest.raises(VmmError, match="layer 0, expert 3, gate"):
+        table.check(table.words)
