@@ -10,6 +10,7 @@ Whoever finds all kernels there does without NVRTC, and does not load it.
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import os
@@ -221,7 +222,7 @@ def _toolchain() -> tuple[bytes, ...]:
     Where both are installed as packages these are the packages' names with their versions, which a look into the
     folders of modules tells. Asking the compiler and reading the headers takes a tenth of a second.
     """
-    packages = tuple(_installed(package) for package in (COMPILER_PACKAGE, HEADERS_PACKAGE))
+    packages = tuple(_installed(package, tuple(sys.path)) for package in (COMPILER_PACKAGE, HEADERS_PACKAGE))
     if all(packages):
         return packages
     _, version = _nvrtc()
@@ -229,10 +230,11 @@ def _toolchain() -> tuple[bytes, ...]:
     return version.encode(), *(header.read_bytes() for name in HEADERS if (header := include / name).is_file())
 
 
-def _installed(package: str) -> bytes:
-    """Name and version of an installed package, as its folder of metadata has them; empty if there is none."""
+@functools.cache
+def _installed(package: str, folders: tuple[str, ...]) -> bytes:
+    """Name and version of a package in folders of modules, as its folder of metadata has them; empty if none has."""
     start = f"{package.replace('-', '_')}-"
-    for folder in sys.path:
+    for folder in folders:
         with contextlib.suppress(OSError):
             for name in os.listdir(folder or os.curdir):
                 if name.startswith(start) and name.endswith(".dist-info"):

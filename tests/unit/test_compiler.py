@@ -65,7 +65,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[s
 
     monkeypatch.setattr(compiler, "_compile", fake)
     monkeypatch.setattr(compiler, "_nvrtc", lambda: (None, "13.0"))
-    monkeypatch.setattr(compiler, "_installed", lambda package: b"")
+    monkeypatch.setattr(compiler, "_installed", lambda package, folders: b"")
     monkeypatch.setattr(compiler, "include_directory", lambda: tmp_path)
     yield asked
 
@@ -180,6 +180,7 @@ def test_installed_compiler_is_not_loaded_for_kept_kernels(
         assert compile_source(source, "sm_90") == first
     for name in names:
         (tmp_path / "site" / name).rename(tmp_path / "site" / name.replace("13.0.", "13.1."))
+        INSTALLED.cache_clear()
         compile_source(source, "sm_90")
     assert len(compiled) == 3
 
