@@ -384,23 +384,24 @@ class CudaClient(Client):
         return took_s, sum(t.slabs for t in reply.trades), sum(t.experts_moved for t in reply.trades)
 
     def time_open(self, model: LargeModel, devices: Sequence[str] = ()) -> dict[str, float]:
-        """Opens a model: its begin and end in s of the monotonic clock, and seconds of it spent on mapping by range."""
+        """Opens a model and maps its homes: begin and end in s of the monotonic clock, seconds of it mapping by range."""
         self._mappers.setdefault(self._first_gpu, CudaMapper(self._first_gpu))  # a client that computes has its context
         spent: dict[int, float] = {}
-        plain = MappedRange.map
+        plain = MappedRange._map
 
         def timed(range_: MappedRange, indexes: Sequence[int], fds: Sequence[int]) -> None:
             began = time.perf_counter()
             plain(range_, indexes, fds)
             spent[range_.range_id] = spent.get(range_.range_id, 0.0) + time.perf_counter() - began
 
-        MappedRange.map = timed  # type: ignore[method-assign]
+        MappedRange._map = timed  # type: ignore[method-assign]
         try:
             began = time.monotonic()
             self.open(model, devices)
+            self.opened[-1].homes.begin().result()
             ended = time.monotonic()
         finally:
-            MappedRange.map = plain  # type: ignore[method-assign]
+            MappedRange._map = plain  # type: ignore[method-assign]
         memory = self.opened[-1].memory
         return {
             "began": began,
