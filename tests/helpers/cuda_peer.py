@@ -384,7 +384,7 @@ class CudaClient(Client):
         return took_s, sum(t.slabs for t in reply.trades), sum(t.experts_moved for t in reply.trades)
 
     def time_open(self, model: LargeModel, devices: Sequence[str] = ()) -> dict[str, float]:
-        """Opens a model and maps its homes: begin and end in s of the monotonic clock, seconds of it mapping by range."""
+        """Opens a model and maps its homes: begin and end in s of the monotonic clock, seconds of mapping by range."""
         self._mappers.setdefault(self._first_gpu, CudaMapper(self._first_gpu))  # a client that computes has its context
         spent: dict[int, float] = {}
         plain = MappedRange._map
