@@ -215,6 +215,7 @@ class Config:
     heat_interval_s: float = _key(1.0, _number(0.01, 3600))
     log_level: str = _key("info", _choice("debug", "info", "warning", "error"))
     log_format: str = _key("auto", _choice("auto", "json", "console"))
+    metrics_port: int = _key(0, _integer(0, 65535))
     admin_users: tuple[str | int, ...] = _key((), _users)
     host: HostConfig = field(default_factory=HostConfig, metadata={"parse": _table(HostConfig)})
     device: tuple[DeviceConfig, ...] = _key((), _tables(DeviceConfig))

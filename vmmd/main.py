@@ -155,6 +155,12 @@ async def _serve(config: configuration.Config, explicit_dir: Path | None, slab_b
         manager = Manager(driver, records, _options(config))
         domains = config.domain_by_uid()
         admin_uids = {0, os.geteuid(), *config.admin_uids()}
+        if config.metrics_port:
+            from vmmd.server.metrics import Metrics  # a tenth of a second of imports that few need
+
+            metrics = Metrics(manager, config.metrics_port)
+            await metrics.start()
+            stack.callback(metrics.stop)
         listener = passed or runtime_dir.bind_broker(directory)
         broker = Broker(manager, listener, lambda uid: domains.get(uid, f"user {uid}"))
         runtime_dir.remove_socket(directory.grpc_socket)

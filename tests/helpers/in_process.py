@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import gc
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -80,7 +80,9 @@ class Host:
             await asyncio.wait([opened.background])
         return opened
 
-    async def begin(self, model: SmallModel, session: Session | None = None, device: str = "") -> Any:
+    async def begin(
+        self, model: SmallModel, session: Session | None = None, device: str = "", more_devices: Sequence[str] = ()
+    ) -> Any:
         """Opens a model and waits until steps can start."""
         session = session or self.session
         self._files += 1
@@ -89,7 +91,7 @@ class Host:
         weights = [geometry.Extent(0, 0, WEIGHTS_BYTES)]
         shape = model.n_layers, model.n_experts, model.top_k
         opened, _ = await self.manager.open_model(
-            session, self._files, "m", [device] if device else [], shape, stacks, weights
+            session, self._files, "m", [*([device] if device else []), *more_devices], shape, stacks, weights
         )
         await asyncio.shield(opened.ready)
         return opened

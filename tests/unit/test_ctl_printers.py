@@ -4,10 +4,11 @@ import json
 import os
 
 import pytest
+from rich.console import Console
 from strata_api.v1 import admin_pb2
 
 from vmmd.ctl import verify
-from vmmd.ctl.printers import duration, print_status, print_verification, size
+from vmmd.ctl.printers import duration, print_status, print_verification, size, top_frame
 from vmmd.ctl.status import as_dict
 
 
@@ -65,6 +66,49 @@ def test_nodes_and_quarantines_are_shown_where_there_are_any(capsys: pytest.Capt
     assert f" {os.getpid()} " in rows["2"] and "1m02s" in rows["2"]
     assert f"{1 << 30} or a child of it" in rows["4"]
     assert "unknown" in rows["6"]
+
+
+def _frame(parts: list[admin_pb2.StatusPart], width: int, rows_max: int | None = None) -> str:
+    console = Console(width=width, markup=False, highlight=False, emoji=False, color_system=None)
+    with console.capture() as captured:
+        console.print(top_frame(as_dict(parts), width, rows_max))
+    return captured.get()
+
+
+def _busy_parts() -> list[admin_pb2.StatusPart]:
+    parts = _parts()
+    parts[0].daemon.growths.MergeFrom(admin_pb2.Growths(granted=3, refused=1, seconds=0.02, waiting=1))
+    parts[0].devices[0].MergeFrom(
+        admin_pb2.DeviceStatus(cap_bytes=8 << 20, free_bytes=2 << 20, trades_last_min=4, traded_slabs=9)
+    )
+    for tier, share, rate in (("device", 0.75, 3 << 20), ("peer", 0.0, 0), ("host", 0.25, 1 << 20)):
+        parts[0].models[0].tiers.add(tier=tier, share=share, read_bytes_per_s=rate)
+    parts[0].models[0].decoded_tokens_per_s = 41.26
+    parts[1].sessions[0].MergeFrom(
+        admin_pb2.SessionStatus(decoded_tokens_per_s=41.26, kv_cells=160, kv_cells_used=70, growths={"waiting": 1})
+    )
+    return parts
+
+
+def test_a_frame_shows_what_moves_and_the_busiest_session_first() -> None:
+    """Bars, hits, traffic, rates and waits are in their places; names cannot drive the terminal."""
+    frame = _frame(_busy_parts(), 170)
+    assert frame.startswith("vmmd 0.1.0, pid 7, host driver, up 1m01s; growths: 3 granted, 1 refused, 1 waiting, 5 ms ")
+    lines = {line.split()[0]: " ".join(line.split()) for line in frame.splitlines() if line.strip()}
+    assert lines["HOST-SIM-0"].startswith("HOST-SIM-0 [||||||||| 75%] 8 MiB 3 MiB - - ")
+    assert " 4 9 - ok" in lines["HOST-SIM-0"]
+    assert "75.0% 0.0% 25.0% 3 MiB - 1 MiB - 41.3 - 0 reader 9 is behind" in lines[r"evil\x1b[31m[bold]x"]
+    assert lines["12"] == "12 u /bin/x idle 41.3 - 70 of 160 - - - - - waits"
+    assert list(lines).index("12") < list(lines).index("11")
+
+
+def test_a_small_terminal_gets_fewer_columns_and_sessions() -> None:
+    """Where there is no room, the least telling columns go, and the sessions that are left out are counted."""
+    frame = _frame(_busy_parts(), 100, 1)
+    assert max(map(len, frame.splitlines())) <= 100
+    assert "peer" not in frame
+    assert "and 1 sessions more" in frame
+    assert "quarantined" not in frame
 
 
 @pytest.mark.parametrize(

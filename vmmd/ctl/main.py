@@ -11,6 +11,7 @@ import click
 from vmmd.ctl.doctor import doctor
 from vmmd.ctl.drain import drain
 from vmmd.ctl.status import status
+from vmmd.ctl.top import top
 from vmmd.ctl.verify import verify
 from vmmd.errors import VmmError
 
@@ -25,6 +26,7 @@ def cli() -> None:
 
 
 cli.add_command(status)
+cli.add_command(top)
 cli.add_command(verify)
 cli.add_command(drain)
 cli.add_command(doctor)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -17,16 +17,16 @@ _WIDTH_OF_ALL = 150
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
+def make_console() -> Console:
+    """Standard output, where names are no markup; colour only on a terminal."""
+    width = None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL
+    return Console(width=width, markup=False, highlight=False, emoji=False)
+
+
 def print_status(snapshot: dict[str, Any]) -> None:
     """Prints a snapshot (see `vmmd.ctl.status.as_dict`); colour only on a terminal."""
-    width = None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL
-    console = Console(width=width, markup=False, highlight=False, emoji=False)
-    daemon = snapshot["daemon"]
-    state = ", draining" if daemon["draining"] else ""
-    console.print(
-        f"vmmd {_text(daemon['version'])}, pid {daemon['pid']}, {_text(daemon['driver'])} driver, "
-        f"up {duration(daemon['uptime_s'])}{state}"
-    )
+    console = make_console()
+    console.print(_headline(snapshot["daemon"]))
     is_wide = console.width >= _WIDTH_OF_ALL
     devices: tuple[_Column, ...] = _DEVICES
     if any(device["numa_node"] >= 0 for device in snapshot["devices"]):
@@ -38,10 +38,41 @@ def print_status(snapshot: dict[str, Any]) -> None:
         console.print(_table(_QUARANTINES, snapshot["quarantines"], is_wide=is_wide))
 
 
+def top_frame(snapshot: dict[str, Any], width: int, rows_max: int | None = None) -> RenderableType:
+    """What `vmmctl top` shows of a snapshot: devices, arenas, and sessions, the busiest first.
+
+    Args:
+        width: characters in a line; a narrow frame leaves columns out.
+        rows_max: sessions to show; None for all.
+    """
+    is_wide = width >= _WIDTH_OF_ALL
+    growths = snapshot["daemon"]["growths"]
+    answered = growths["granted"] + growths["refused"]
+    lines: list[RenderableType] = [
+        Text(
+            f"{_headline(snapshot['daemon'])}; growths: {growths['granted']} granted, {growths['refused']} refused,"
+            f" {growths['waiting']} waiting, {_milliseconds(growths['seconds'], answered)} each"
+        )
+    ]
+    sessions = sorted(
+        snapshot["sessions"],
+        key=lambda s: (-s["decoded_tokens_per_s"], -s["prompt_tokens_per_s"], -s["kv_bytes"], s["session_id"]),
+    )
+    shown = sessions[:rows_max]
+    for title, columns, rows in (
+        ("devices", _TOP_DEVICES, snapshot["devices"]),
+        ("models", _TOP_MODELS, snapshot["models"]),
+        ("sessions", _TOP_SESSIONS, shown),
+    ):
+        lines += [Text(), _table(columns, rows, is_wide=is_wide) if rows else Text(f"no {title}")]
+    if len(shown) < len(sessions):
+        lines.append(Text(f"and {len(sessions) - len(shown)} sessions more"))
+    return Group(*lines)
+
+
 def print_verification(found: dict[str, Any]) -> None:
     """Prints a verification (see `vmmd.ctl.verify.as_dict`); colour only on a terminal."""
-    width = None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL
-    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    console = make_console()
     is_wide = console.width >= _WIDTH_OF_ALL
     console.print(_table(_VERIFIED, [found], is_wide=is_wide))
     if found["mismatches"]:
@@ -76,6 +107,23 @@ def duration(seconds: float) -> str:
     if s < 86400:
         return f"{s // 3600}h{s // 60 % 60:02d}m"
     return f"{s // 86400}d{s // 3600 % 24:02d}h"
+
+
+def _headline(daemon: dict[str, Any]) -> str:
+    state = ", draining" if daemon["draining"] else ""
+    return (
+        f"vmmd {_text(daemon['version'])}, pid {daemon['pid']}, {_text(daemon['driver'])} driver, "
+        f"up {duration(daemon['uptime_s'])}{state}"
+    )
+
+
+def _milliseconds(seconds: float, times: int) -> str:
+    return f"{seconds / times * 1000:.3g} ms" if times else "-"
+
+
+def _rate(per_second: float) -> str:
+    """A rate with three digits or so, a dash for none."""
+    return f"{per_second:.{0 if per_second >= 100 else 1}f}" if per_second else "-"
 
 
 class _Column(NamedTuple):
@@ -148,6 +196,87 @@ _QUARANTINES = (
     _size_of("bytes", "held"),
     _Column("by pid", _holder, True),
     _Column("for", lambda q: duration(q["age_s"]), True),
+)
+
+_BAR_CELLS = 12
+
+
+def _used(device: dict[str, Any]) -> Text:
+    """A bar of what is used of the cap."""
+    cap_bytes = device["cap_bytes"]
+    share = min(1.0, 1 - device["free_bytes"] / cap_bytes) if cap_bytes else 0.0
+    bar = "|" * round(share * _BAR_CELLS)
+    style = "green" if share < 0.75 else "yellow" if share < 0.95 else "red"
+    return Text.assemble("[", (bar, style), " " * (_BAR_CELLS - len(bar)), f"{share:4.0%}]")
+
+
+def _tier(model: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(tier for tier in model["tiers"] if tier["tier"] == name)
+
+
+def _share_of(name: str, header: str, narrow: Literal["keep", "drop", "if used"] = "keep") -> _Column:
+    def show(model: dict[str, Any]) -> str:
+        is_used = any(tier["share"] for tier in model["tiers"])
+        return f"{_tier(model, name)['share']:.1%}" if is_used else "-"
+
+    return _Column(header, show, True, narrow)
+
+
+def _traffic_of(name: str, narrow: Literal["keep", "drop", "if used"] = "keep") -> _Column:
+    return _Column(f"{name}/s", lambda m: size(_tier(m, name)["read_bytes_per_s"]), True, narrow)
+
+
+def _waited(session: dict[str, Any]) -> str:
+    growths = session["growths"]
+    if growths["waiting"]:
+        return "waits"
+    return _milliseconds(growths["seconds"], growths["granted"] + growths["refused"])
+
+
+_TOP_DEVICES = (
+    _Column("device", lambda d: _text(d["uuid"])),
+    _Column("used", _used, True),
+    _size_of("cap_bytes", "cap"),
+    _size_of("kv_bytes", "K/V"),
+    _size_of("experts_bytes", "experts"),
+    _size_of("weights_bytes", "weights"),
+    _size_of("quarantined_bytes", "quarantined", "if used"),
+    _size_of("unmanaged_bytes", "unmanaged", "if used"),
+    _Column("trades/min", lambda d: str(d["trades_last_min"] or "-"), True),
+    _Column("slabs given", lambda d: str(d["traded_slabs"] or "-"), True, "if used"),
+    _Column("returned", lambda d: str(d["returned_slabs"] or "-"), True, "if used"),
+    _Column("state", lambda d: Text(_text(d["state"]), style="green" if d["state"] == "ok" else "bold red")),
+)
+_TOP_MODELS = (
+    _Column("arena", lambda m: _text(m["name"])),
+    _Column("domain", lambda m: _text(m["domain"] or m["uid"]), narrow="drop"),
+    _Column("resident", lambda m: f"{m['resident']} of {m['experts']}", True),
+    _share_of("device", "hits"),
+    _share_of("peer", "peer", "drop"),
+    _share_of("host", "host", "drop"),
+    _traffic_of("device"),
+    _traffic_of("peer", "if used"),
+    _traffic_of("host"),
+    _Column("filled/s", lambda m: size(m["filled_bytes_per_s"]), True, "if used"),
+    _Column("tokens/s", lambda m: _rate(m["decoded_tokens_per_s"]), True),
+    _Column("prompt/s", lambda m: _rate(m["prompt_tokens_per_s"]), True),
+    _Column("sessions", lambda m: str(m["sessions"]), True),
+    _Column("notes", _notes, narrow="if used"),
+)
+_TOP_SESSIONS = (
+    _Column("pid", lambda s: str(s["pid"]), True),
+    _Column("user", lambda s: _text(s["user"] or s["uid"])),
+    _Column("executable", lambda s: _text(s["executable"]), narrow="drop"),
+    _Column("state", lambda s: _text(s["state"])),
+    _Column("tokens/s", lambda s: _rate(s["decoded_tokens_per_s"]), True),
+    _Column("prompt/s", lambda s: _rate(s["prompt_tokens_per_s"]), True),
+    _Column("cells", lambda s: f"{s['kv_cells_used']} of {s['kv_cells']}", True),
+    _size_of("kv_bytes", "K/V"),
+    _size_of("quarantined_bytes", "quarantined", "if used"),
+    _Column("grown", lambda s: str(s["growths"]["granted"] or "-"), True),
+    _Column("refused", lambda s: str(s["growths"]["refused"] or "-"), True, "if used"),
+    _Column("traded", lambda s: str(s["growths"]["traded_slabs"] or "-"), True, "if used"),
+    _Column("growth takes", _waited, True),
 )
 
 _VERIFIED = (

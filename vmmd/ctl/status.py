@@ -41,5 +41,10 @@ def as_dict(parts: Any) -> dict[str, Any]:
 
 
 def _fields(message: Any) -> dict[str, Any]:
-    values = ((field.name, getattr(message, field.name)) for field in message.DESCRIPTOR.fields)
-    return {name: value if isinstance(value, str | int | float | bool) else list(value) for name, value in values}
+    return {field.name: _plain(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str | int | float | bool):
+        return value
+    return _fields(value) if hasattr(value, "DESCRIPTOR") else [_plain(item) for item in value]

@@ -84,7 +84,7 @@ class KvRanges:
         trade half-way: the growth is completed and given back. Errors:
         `InvalidRequest`, `NotFound`, `Exhausted` (nothing changed), `LeaseRevoked`.
         """
-        task = asyncio.create_task(self._grow(session, growths))
+        task = asyncio.create_task(self._counted_growth(session, growths))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -96,6 +96,18 @@ class KvRanges:
             items = session.batches.pop(done.result().batch_id, [])
             kept = [i.slab_id for i in items if self._manager.slabs.is_at(Placed(i.id, i.slab_index, i.slab_id))]
             self._manager.releases.take_back(kept, session.session_id)
+
+    async def _counted_growth(self, session: Session, growths: Sequence[tuple[int, int]]) -> Grown:
+        figures = self._manager.figures
+        began_s = figures.growth_began(session)
+        try:
+            grown = await self._grow(session, growths)
+        except BaseException:
+            figures.growth_ended(session, began_s, None)
+            raise
+        traded = sum(t.slabs for t in grown.trades)
+        figures.growth_ended(session, began_s, grown.free_slabs + traded, traded)
+        return grown
 
     async def _grow(self, session: Session, growths: Sequence[tuple[int, int]]) -> Grown:
         records = [self._own_range(session, range_id) for range_id, _ in growths]

@@ -23,6 +23,7 @@ from vmmd.driver.base import Driver
 from vmmd.errors import Draining, Exhausted, LeaseRevoked, NotFound, PermissionDenied, VmmError
 from vmmd.manager import opening
 from vmmd.manager.devices import Devices
+from vmmd.manager.figures import Figures
 from vmmd.manager.files import FileIdentity, identify
 from vmmd.manager.kv import KvRanges
 from vmmd.manager.model import Model
@@ -76,6 +77,7 @@ class Manager:
         self.when_drained: Callable[[], None] = lambda: None
         """Called when the last session of a draining daemon has gone."""
         self.physical = PhysicalSlabs(driver)
+        self.figures = Figures(self)
         self.releases = Releases(self)
         self.slabs = Slabs(self)
         self.kv = KvRanges(self)
@@ -269,6 +271,7 @@ class Manager:
     def detach(self, session: Session, model: Model) -> None:
         """The session reads the model no more."""
         self.upkeep.roll_heat(model)
+        self.figures.look_at(model)
         session.attached[session.attachment(model)] = None
         session.heat.pop(model.model_id).page.close()
         model.sessions.remove(session)

@@ -20,6 +20,7 @@ from vmmd.core.ledger import RangeRecord
 from vmmd.core.residency import F64, NOWHERE, Arena
 from vmmd.driver import membarrier
 from vmmd.driver.base import Driver, Slab
+from vmmd.manager.figures import ModelFigures
 from vmmd.manager.files import FileIdentity
 from vmmd.manager.session import Session
 from vmmd.manager.shared import ResidencyTable
@@ -68,6 +69,7 @@ class Model:
     quiesce_deadline_s: float
     ready: "asyncio.Future[None]"
     sessions: list[Session] = field(default_factory=list)
+    figures: ModelFigures = field(default_factory=ModelFigures)
     filled_bytes: int = 0
     total_bytes: int = 0
     stale: bool = False

@@ -11,6 +11,7 @@ from strata_api.v1 import broker_pb2, memory_pb2, pages
 
 from vmmd.core.ledger import SessionRecord
 from vmmd.errors import Exhausted, InvalidRequest, NotFound
+from vmmd.manager.figures import SessionFigures
 from vmmd.manager.shared import HeatPage, SharedPage
 
 EVENTS_MAX = 10_000
@@ -56,6 +57,7 @@ class Session:
     watcher: Callable[[], None] | None = None  # wakes whoever streams the events
     revocations: set[int] = field(default_factory=set)  # not yet answered
     hang_up: Callable[[str], None] = lambda why: None  # ends the session from this side, connection and all
+    figures: SessionFigures = field(default_factory=SessionFigures)
     opening: int = 0
     ended: bool = False
 

@@ -96,7 +96,9 @@ class Slabs:
         mine = [r.range_id for r in requests]
         self._busy.update(mine)
         try:
-            return await self._provide(requests, keep_models, patient)
+            provided = await self._provide(requests, keep_models, patient)
+            self._manager.figures.traded(provided.trades)
+            return provided
         finally:
             self._busy.subtract(mine)
             self.tidy()

@@ -70,6 +70,7 @@ class Upkeep:
         manager = self._manager
         manager.releases.lift_quarantine()
         manager.devices.measure()
+        manager.figures.tick()
         now = time.monotonic()
         if now >= self._heat_due_s:
             self._heat_due_s = now + manager.options.heat_interval_s
@@ -155,6 +156,7 @@ class Upkeep:
         for placed, slot_bytes in zip(granted.placed, sizes, strict=True):
             model.arena.add_slab(p, placed.index, slot_bytes)
         manager.grant_added(model, record, granted.placed)
+        manager.figures.returned(record.device, len(sizes))
         log.info("arena.grown", model=model.model_id, slabs=len(sizes))
 
 

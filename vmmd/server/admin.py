@@ -39,7 +39,6 @@ class Admin(admin_pb2_grpc.AdminServicer):
     @streaming
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> AsyncIterator[admin_pb2.StatusPart]:
         self._caller(context)
-        self._manager.devices.measure()
         for part in list(status.parts(self._manager)):
             yield part
 

@@ -1,17 +1,20 @@
-"""The snapshot behind `vmmctl status`: taken in one go, so that its sums add up."""
+"""The snapshot behind `vmmctl status`, `vmmctl top` and the metrics: taken in one go, so that its sums add up."""
 
 import os
 import pwd
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
 from strata_api.v1 import admin_pb2, pages
 
+from vmmd.core import meters
 from vmmd.core.ledger import DeviceRecord, RangeKind, SlabState
 from vmmd.manager import Manager
+from vmmd.manager.figures import Growths
 from vmmd.manager.model import Model
 from vmmd.manager.session import Session
 
@@ -21,6 +24,8 @@ _VERSION = metadata.version("strata-vmm")  # looking it up takes a millisecond
 
 def parts(manager: Manager) -> Iterator[admin_pb2.StatusPart]:
     """The snapshot in parts of at most 100 sessions."""
+    manager.devices.measure()
+    manager.figures.look()
     now = time.monotonic()
     quarantines = _quarantines(manager, now)
     held = Counter[int]()
@@ -35,9 +40,10 @@ def parts(manager: Manager) -> Iterator[admin_pb2.StatusPart]:
             driver=manager.driver.name,
             uptime_s=now - manager.started_s,
             draining=manager.draining,
+            growths=_growths(manager.figures.growths),
         ),
-        devices=[_device(manager, d) for d in manager.ledger.devices.values()],
-        models=[_model(manager, m) for m in manager.models.values()],
+        devices=[_device(manager, d, now) for d in manager.ledger.devices.values()],
+        models=[_model(manager, m, now) for m in manager.models.values()],
         sessions=sessions[:SESSIONS_A_PART],
         quarantines=quarantines,
     )
@@ -45,9 +51,10 @@ def parts(manager: Manager) -> Iterator[admin_pb2.StatusPart]:
         yield admin_pb2.StatusPart(sessions=sessions[i : i + SESSIONS_A_PART])
 
 
-def _device(manager: Manager, record: DeviceRecord) -> admin_pb2.DeviceStatus:
+def _device(manager: Manager, record: DeviceRecord, now: float) -> admin_pb2.DeviceStatus:
     sums = manager.ledger.bytes_by_kind(record.uuid)
     free_slabs = sums[SlabState.FREE]
+    figures = manager.figures.devices[record.uuid]
     return admin_pb2.DeviceStatus(
         uuid=record.uuid,
         name=record.name,
@@ -65,6 +72,10 @@ def _device(manager: Manager, record: DeviceRecord) -> admin_pb2.DeviceStatus:
         free_slab_bytes=free_slabs,
         state="failed" if record.failed else "ok",
         numa_node=_numa_node(manager, record.uuid),
+        trades=figures.trades.total,
+        traded_slabs=figures.traded_slabs,
+        returned_slabs=figures.returned_slabs,
+        trades_last_min=figures.trades.recent,
     )
 
 
@@ -75,8 +86,8 @@ def _numa_node(manager: Manager, uuid: str) -> int:
     return -1 if node is None or len(nodes) < 2 else node
 
 
-def _model(manager: Manager, model: Model) -> admin_pb2.ModelStatus:
-    arena = model.arena
+def _model(manager: Manager, model: Model, now: float) -> admin_pb2.ModelStatus:
+    arena, figures = model.arena, model.figures
     return admin_pb2.ModelStatus(
         model_id=model.model_id,
         name=model.name,
@@ -93,7 +104,33 @@ def _model(manager: Manager, model: Model) -> admin_pb2.ModelStatus:
         generation=model.table.generation,
         stale=model.stale,
         stuck_pids=model.stuck_pids,
+        decoded_tokens=figures.tokens.decoded.total,
+        prompt_tokens=figures.tokens.prompt.total,
+        decoded_tokens_per_s=figures.tokens.decoded.per_second(now),
+        prompt_tokens_per_s=figures.tokens.prompt.per_second(now),
+        tiers=_tiers(model, now),
+        filled_bytes=figures.filled_bytes.total,
+        filled_bytes_per_s=figures.filled_bytes.per_second(now),
     )
+
+
+def _tiers(model: Model, now: float) -> list[admin_pb2.TierTraffic]:
+    rates = [tier.decode_routings.per_second(now) for tier in model.figures.tiers]
+    return [
+        admin_pb2.TierTraffic(
+            tier=name,
+            decode_routings=tier.decode_routings.total,
+            prompt_routings=tier.prompt_routings.total,
+            read_bytes=tier.read_bytes.total,
+            read_bytes_per_s=tier.read_bytes.per_second(now),
+            share=rate / sum(rates) if rate else 0.0,
+        )
+        for name, tier, rate in zip(meters.TIERS, model.figures.tiers, rates, strict=True)
+    ]
+
+
+def _growths(growths: Growths) -> admin_pb2.Growths:
+    return admin_pb2.Growths(**asdict(growths))
 
 
 def _quarantines(manager: Manager, now: float) -> list[admin_pb2.QuarantineStatus]:
@@ -116,6 +153,7 @@ def _session(manager: Manager, session: Session, now: float, quarantined: int) -
     record = session.record
     ranges = manager.ledger.session_ranges(record.session_id)
     models = [m.model_id for m in session.attached if m is not None]
+    tokens = session.figures.tokens
     return admin_pb2.SessionStatus(
         session_id=record.session_id,
         pid=record.pid,
@@ -129,6 +167,11 @@ def _session(manager: Manager, session: Session, now: float, quarantined: int) -
         quarantined_bytes=quarantined,
         model_ids=models,
         kv_cells_used=min(sum(session.line(i)[pages.WORD_CELLS] for i, m in enumerate(session.attached) if m), 1 << 62),
+        decoded_tokens=tokens.decoded.total,
+        prompt_tokens=tokens.prompt.total,
+        decoded_tokens_per_s=tokens.decoded.per_second(now),
+        prompt_tokens_per_s=tokens.prompt.per_second(now),
+        growths=_growths(session.figures.growths),
     )
 
 

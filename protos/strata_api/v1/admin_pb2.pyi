@@ -25,23 +25,57 @@ class StatusPart(_message.Message):
     def __init__(self, daemon: _Optional[_Union[DaemonStatus, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., quarantines: _Optional[_Iterable[_Union[QuarantineStatus, _Mapping]]] = ...) -> None: ...
 
 class DaemonStatus(_message.Message):
-    __slots__ = ("epoch", "pid", "version", "driver", "uptime_s", "draining")
+    __slots__ = ("epoch", "pid", "version", "driver", "uptime_s", "draining", "growths")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DRIVER_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    GROWTHS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     pid: int
     version: str
     driver: str
     uptime_s: float
     draining: bool
-    def __init__(self, epoch: _Optional[int] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., driver: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ...) -> None: ...
+    growths: Growths
+    def __init__(self, epoch: _Optional[int] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., driver: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ..., growths: _Optional[_Union[Growths, _Mapping]] = ...) -> None: ...
+
+class Growths(_message.Message):
+    __slots__ = ("granted", "refused", "seconds", "waiting", "slabs", "traded_slabs")
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    SLABS_FIELD_NUMBER: _ClassVar[int]
+    TRADED_SLABS_FIELD_NUMBER: _ClassVar[int]
+    granted: int
+    refused: int
+    seconds: float
+    waiting: int
+    slabs: int
+    traded_slabs: int
+    def __init__(self, granted: _Optional[int] = ..., refused: _Optional[int] = ..., seconds: _Optional[float] = ..., waiting: _Optional[int] = ..., slabs: _Optional[int] = ..., traded_slabs: _Optional[int] = ...) -> None: ...
+
+class TierTraffic(_message.Message):
+    __slots__ = ("tier", "decode_routings", "prompt_routings", "read_bytes", "read_bytes_per_s", "share")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ROUTINGS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ROUTINGS_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    decode_routings: int
+    prompt_routings: int
+    read_bytes: int
+    read_bytes_per_s: float
+    share: float
+    def __init__(self, tier: _Optional[str] = ..., decode_routings: _Optional[int] = ..., prompt_routings: _Optional[int] = ..., read_bytes: _Optional[int] = ..., read_bytes_per_s: _Optional[float] = ..., share: _Optional[float] = ...) -> None: ...
 
 class DeviceStatus(_message.Message):
-    __slots__ = ("uuid", "name", "is_host", "slab_bytes", "total_bytes", "cap_bytes", "free_bytes", "kv_bytes", "experts_bytes", "weights_bytes", "revoking_bytes", "quarantined_bytes", "unmanaged_bytes", "free_slab_bytes", "state", "numa_node")
+    __slots__ = ("uuid", "name", "is_host", "slab_bytes", "total_bytes", "cap_bytes", "free_bytes", "kv_bytes", "experts_bytes", "weights_bytes", "revoking_bytes", "quarantined_bytes", "unmanaged_bytes", "free_slab_bytes", "state", "numa_node", "trades", "traded_slabs", "returned_slabs", "trades_last_min")
     UUID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     IS_HOST_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +92,10 @@ class DeviceStatus(_message.Message):
     FREE_SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUMA_NODE_FIELD_NUMBER: _ClassVar[int]
+    TRADES_FIELD_NUMBER: _ClassVar[int]
+    TRADED_SLABS_FIELD_NUMBER: _ClassVar[int]
+    RETURNED_SLABS_FIELD_NUMBER: _ClassVar[int]
+    TRADES_LAST_MIN_FIELD_NUMBER: _ClassVar[int]
     uuid: str
     name: str
     is_host: bool
@@ -74,10 +112,14 @@ class DeviceStatus(_message.Message):
     free_slab_bytes: int
     state: str
     numa_node: int
-    def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., is_host: bool = ..., slab_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., cap_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., experts_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., revoking_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., unmanaged_bytes: _Optional[int] = ..., free_slab_bytes: _Optional[int] = ..., state: _Optional[str] = ..., numa_node: _Optional[int] = ...) -> None: ...
+    trades: int
+    traded_slabs: int
+    returned_slabs: int
+    trades_last_min: int
+    def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., is_host: bool = ..., slab_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., cap_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., experts_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., revoking_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., unmanaged_bytes: _Optional[int] = ..., free_slab_bytes: _Optional[int] = ..., state: _Optional[str] = ..., numa_node: _Optional[int] = ..., trades: _Optional[int] = ..., traded_slabs: _Optional[int] = ..., returned_slabs: _Optional[int] = ..., trades_last_min: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("model_id", "name", "uid", "domain", "experts", "resident", "homes", "slots", "heat_covered", "weights_bytes", "experts_bytes", "sessions", "generation", "stale", "stuck_pids")
+    __slots__ = ("model_id", "name", "uid", "domain", "experts", "resident", "homes", "slots", "heat_covered", "weights_bytes", "experts_bytes", "sessions", "generation", "stale", "stuck_pids", "decoded_tokens", "prompt_tokens", "decoded_tokens_per_s", "prompt_tokens_per_s", "tiers", "filled_bytes", "filled_bytes_per_s")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +135,13 @@ class ModelStatus(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STALE_FIELD_NUMBER: _ClassVar[int]
     STUCK_PIDS_FIELD_NUMBER: _ClassVar[int]
+    DECODED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    FILLED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILLED_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     model_id: int
     name: str
     uid: int
@@ -108,10 +157,17 @@ class ModelStatus(_message.Message):
     generation: int
     stale: bool
     stuck_pids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model_id: _Optional[int] = ..., name: _Optional[str] = ..., uid: _Optional[int] = ..., domain: _Optional[str] = ..., experts: _Optional[int] = ..., resident: _Optional[int] = ..., homes: _Optional[int] = ..., slots: _Optional[int] = ..., heat_covered: _Optional[float] = ..., weights_bytes: _Optional[int] = ..., experts_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., generation: _Optional[int] = ..., stale: bool = ..., stuck_pids: _Optional[_Iterable[int]] = ...) -> None: ...
+    decoded_tokens: int
+    prompt_tokens: int
+    decoded_tokens_per_s: float
+    prompt_tokens_per_s: float
+    tiers: _containers.RepeatedCompositeFieldContainer[TierTraffic]
+    filled_bytes: int
+    filled_bytes_per_s: float
+    def __init__(self, model_id: _Optional[int] = ..., name: _Optional[str] = ..., uid: _Optional[int] = ..., domain: _Optional[str] = ..., experts: _Optional[int] = ..., resident: _Optional[int] = ..., homes: _Optional[int] = ..., slots: _Optional[int] = ..., heat_covered: _Optional[float] = ..., weights_bytes: _Optional[int] = ..., experts_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., generation: _Optional[int] = ..., stale: bool = ..., stuck_pids: _Optional[_Iterable[int]] = ..., decoded_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decoded_tokens_per_s: _Optional[float] = ..., prompt_tokens_per_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierTraffic, _Mapping]]] = ..., filled_bytes: _Optional[int] = ..., filled_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class SessionStatus(_message.Message):
-    __slots__ = ("session_id", "pid", "uid", "user", "executable", "kv_cells", "kv_bytes", "age_s", "state", "quarantined_bytes", "model_ids", "kv_cells_used")
+    __slots__ = ("session_id", "pid", "uid", "user", "executable", "kv_cells", "kv_bytes", "age_s", "state", "quarantined_bytes", "model_ids", "kv_cells_used", "decoded_tokens", "prompt_tokens", "decoded_tokens_per_s", "prompt_tokens_per_s", "growths")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +180,11 @@ class SessionStatus(_message.Message):
     QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     MODEL_IDS_FIELD_NUMBER: _ClassVar[int]
     KV_CELLS_USED_FIELD_NUMBER: _ClassVar[int]
+    DECODED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    GROWTHS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     pid: int
     uid: int
@@ -136,7 +197,12 @@ class SessionStatus(_message.Message):
     quarantined_bytes: int
     model_ids: _containers.RepeatedScalarFieldContainer[int]
     kv_cells_used: int
-    def __init__(self, session_id: _Optional[int] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., user: _Optional[str] = ..., executable: _Optional[str] = ..., kv_cells: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., state: _Optional[str] = ..., quarantined_bytes: _Optional[int] = ..., model_ids: _Optional[_Iterable[int]] = ..., kv_cells_used: _Optional[int] = ...) -> None: ...
+    decoded_tokens: int
+    prompt_tokens: int
+    decoded_tokens_per_s: float
+    prompt_tokens_per_s: float
+    growths: Growths
+    def __init__(self, session_id: _Optional[int] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., user: _Optional[str] = ..., executable: _Optional[str] = ..., kv_cells: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., state: _Optional[str] = ..., quarantined_bytes: _Optional[int] = ..., model_ids: _Optional[_Iterable[int]] = ..., kv_cells_used: _Optional[int] = ..., decoded_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decoded_tokens_per_s: _Optional[float] = ..., prompt_tokens_per_s: _Optional[float] = ..., growths: _Optional[_Union[Growths, _Mapping]] = ...) -> None: ...
 
 class QuarantineStatus(_message.Message):
     __slots__ = ("device_uuid", "bytes", "session_id", "pid", "age_s")
