@@ -40,6 +40,7 @@ class MappedRange:
         slab_bytes: size of its slabs.
         mapped: indexes of the slabs that are mapped.
         changes: how often that has changed.
+        lock: held while what was granted is fetched and mapped, and from unmapping to having given back.
     """
 
     def __init__(self, mapper: Mapper, range_: wire.Range, *, writable: bool) -> None:
@@ -49,7 +50,8 @@ class MappedRange:
         self.slabs_max = range_.slabs_max
         self.mapped: set[int] = set()
         self.changes = 0  # counts a slab once it is in `mapped`: whoever reads this first misses none
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        self._lock = threading.Lock()  # within `lock`: while slabs are mapped or unmapped
         self._writable = writable
         self._reservation = mapper.reserve(self.slab_bytes, self.slabs_max) if self.slabs_max else None
         self._view: U8 | None = None
@@ -79,6 +81,24 @@ class MappedRange:
         if isinstance(view, np.ndarray):
             raise NoDevice(f"range {self.range_id} of device {self.device_uuid} is mapped for the host only")
         return int(view)
+
+    @property
+    def slabs(self) -> int:
+        """Slabs that are mapped from the first on without a gap."""
+        n = 0
+        while n in self.mapped:
+            n += 1
+        return n
+
+    @property
+    def ordinal(self) -> int | None:
+        """The number in this process of the GPU that it is mapped for; None where it is mapped for the host."""
+        return self._reservation.ordinal if self._reservation else None
+
+    def synchronize(self) -> None:
+        """Waits for the kernels of this process on the range's GPU. Errors: `DriverError`."""
+        if self._reservation is not None:
+            self._reservation.synchronize()
 
     def map(self, indexes: Sequence[int], fds: Sequence[int]) -> None:
         """Maps slabs, each run of consecutive indexes in one call; closes all `fds` in any case.
@@ -424,10 +444,7 @@ class KVRange:
     @property
     def cells(self) -> int:
         """Cells there is memory for, from the first on without a gap."""
-        n = 0
-        while n in self.range.mapped:
-            n += 1
-        return n * self.cells_per_slab
+        return self.range.slabs * self.cells_per_slab
 
     @property
     def size_bytes(self) -> int:

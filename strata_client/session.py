@@ -20,6 +20,7 @@ from strata_api.v1 import pages
 
 from strata_client import connection, timings
 from strata_client.mapping import (
+    CELLS_MULTIPLE,
     Batch,
     CellShape,
     Changes,
@@ -36,7 +37,7 @@ from strata_client.startup import Later
 from vmmd.driver import membarrier
 from vmmd.driver.base import Mapper
 from vmmd.driver.host_memfd import HostMapper
-from vmmd.errors import NoDevice, Unavailable, VmmError
+from vmmd.errors import LeaseRevoked, NoDevice, Unavailable, VmmError
 
 if TYPE_CHECKING:
     import grpc
@@ -78,6 +79,8 @@ class Session:
         directory: the daemon's runtime directory.
         is_private: the daemon was started by this session and ends with it.
         troubles: what went wrong in the background without hurting, a line each.
+        on_shrink_request: called by the watch thread with a range's id, the slabs that others need of it, and the
+            seconds in which `shrink_range` must answer. Only shrinkable ranges are asked for.
     """
 
     def __init__(self, directory: Path, broker: connection.Broker, private: "PrivateDaemon | None" = None) -> None:
@@ -85,6 +88,7 @@ class Session:
         self.directory = directory
         self.is_private = private is not None
         self.troubles: list[str] = []
+        self.on_shrink_request: Callable[[int, int, float], None] = lambda range_id, slabs, seconds: None
         self._broker = broker
         self._private = private
         self._lock = threading.Lock()  # of everything mapped: never held while the daemon is waited for
@@ -212,10 +216,8 @@ class Session:
         """
         if self._gone:
             raise Unavailable(f"{self._gone}, so K/V stays at {kv.cells} cells")
-        growth = wire.Growth(range_id=kv.range.range_id, cells=cells)
-        reply: wire.GrowRangesReply = self._call("GrowRanges", wire.GrowRangesRequest(growths=[growth]))
-        if reply.batch_id:
-            self._fetch_slabs(reply.batch_id, kv.range)
+        reply = self._ask_growth(kv.range, cells)
+        self._take(reply, kv.range)
         if kv.cells < cells:
             raise VmmError(f"the daemon granted {cells} cells and sent memory for {kv.cells}")
         return reply
@@ -227,6 +229,75 @@ class Session:
         if not self._gone:
             request = wire.ShrinkRangeRequest(range_id=kv.range.range_id, cells=0)
             self._call("ShrinkRange", request, timeout=_GIVE_BACK_TIMEOUT_S)
+
+    # Ranges of plain bytes: a slab counts as 16 cells. For any thread, also while the range grows in another.
+
+    def create_range(self, device: wire.Device, slabs_max: int, *, shrinkable: bool) -> MappedRange:
+        """A range for uses other than K/V, without memory as yet. Errors: any `VmmError`."""
+        request = wire.CreateRangeRequest(
+            device_uuid=device.uuid,
+            cells_per_slab=CELLS_MULTIPLE,
+            cells_max=CELLS_MULTIPLE * slabs_max,
+            shrinkable=shrinkable,
+        )
+        reply = self._call("CreateRange", request)
+        try:
+            range_ = MappedRange(mapper_of(reply.range.device_uuid, device.uuid), reply.range, writable=True)
+        except VmmError:
+            self._call("CloseRange", wire.CloseRangeRequest(range_id=reply.range.range_id))
+            raise
+        self._register(range_)
+        return range_
+
+    def grow_range(self, range_: MappedRange, slabs: int) -> None:
+        """Grows a range to at least `slabs` slabs and maps what came; all or nothing.
+
+        Errors: `Exhausted` (who holds what is in it), `Unavailable` (the daemon is gone), `LeaseRevoked` (the range
+        was closed or shrunk meanwhile).
+        """
+        if self._gone:
+            raise Unavailable(f"{self._gone}, so no range grows any more")
+        reply = self._ask_growth(range_, CELLS_MULTIPLE * slabs)
+        try:
+            self._take(reply, range_)
+        except VmmError:
+            with suppress(VmmError), range_.lock:  # what came and could not be mapped
+                self.shrink_range(range_, range_.slabs)
+            raise
+        if range_.slabs < slabs:
+            raise LeaseRevoked(
+                f"range {range_.range_id} has {range_.slabs} slabs, not {slabs}: it was shrunk meanwhile"
+            )
+
+    def shrink_range(self, range_: MappedRange, slabs: int) -> None:
+        """Unmaps a range's slabs beyond the first `slabs` and gives them back. The range's lock held."""
+        self._unmap_beyond(range_, slabs)
+        if not self._gone:
+            self._call("ShrinkRange", wire.ShrinkRangeRequest(range_id=range_.range_id, cells=CELLS_MULTIPLE * slabs))
+
+    def close_range(self, range_: MappedRange) -> None:
+        """Unmaps a range and gives it back for good. The range's lock held."""
+        self._unmap_beyond(range_, 0)
+        with self._order:
+            del self._ranges[range_.range_id]
+        range_.close()
+        if not self._gone:
+            self._call("CloseRange", wire.CloseRangeRequest(range_id=range_.range_id))
+
+    def _unmap_beyond(self, range_: MappedRange, slabs: int) -> None:
+        with self._lock:
+            range_.unmap([index for index in sorted(range_.mapped) if index >= slabs])
+
+    def _ask_growth(self, range_: MappedRange, cells: int) -> wire.GrowRangesReply:
+        growth = wire.Growth(range_id=range_.range_id, cells=cells)
+        reply: wire.GrowRangesReply = self._call("GrowRanges", wire.GrowRangesRequest(growths=[growth]))
+        return reply
+
+    def _take(self, reply: wire.GrowRangesReply, range_: MappedRange) -> None:
+        """Maps what a growth brought."""
+        if reply.batch_id:
+            with range_.lock:
+                self._fetch_slabs(reply.batch_id, range_)
 
     def close(self) -> None:
         """Gives everything back, unmaps it and ends the session; the private daemon leaves."""
@@ -298,6 +369,9 @@ class Session:
                 self._gone = f"the daemon at {self.directory} is stopping"
             elif event.notice.message:
                 self.troubles.append(event.notice.message)
+        elif kind == "shrink_request":
+            request = event.shrink_request
+            self.on_shrink_request(request.range_id, request.slabs, request.deadline_ms / 1000)
         elif kind is not None:
             with self._order:
                 self._carry_out(event)

@@ -387,6 +387,9 @@ class FakeCuda:
         self._require(address in self.registered)
         return address
 
+    def cuCtxSynchronize(self) -> None:
+        self._need_context()
+
     def cuStreamCreate(self, flags: int) -> int:
         self._need_context()
         self._next += 1

@@ -91,6 +91,15 @@ class Holder(NamedTuple):
     movable: bool  # False while it is being opened or has a stuck reader
 
 
+class Short(Exhausted):
+    """The refusal of a request that misses so many `slabs` on `device` beside all that the plan could have."""
+
+    def __init__(self, refused: Exhausted, device: str, slabs: int) -> None:
+        super().__init__(refused.message, refused.requested_bytes, refused.free_bytes, refused.holders)
+        self.device = device
+        self.slabs = slabs
+
+
 Leased = dict[int, list[tuple[int, int, int]]]
 """By model: (part, index, slab id) of its arena's slabs that no trade is under way with."""
 
@@ -133,8 +142,10 @@ def plan(
         idle = _idle_models(ledger, usable, made)
         live = [m for m in usable if m.idle_since_s is None]
         foreign = _trades(live, leased, spare, made.device, missing, made.domain, crosses=True)
-        if _obtainable(ledger, usable, made, idle, sum(len(t.slab_ids) for t in foreign)) < missing:
-            raise refusal(ledger, models, made.device, made.domain, by_device[made.device, made.domain])
+        short_by = missing - _obtainable(ledger, usable, made, idle, sum(len(t.slab_ids) for t in foreign))
+        if short_by > 0:
+            refused = refusal(ledger, models, made.device, made.domain, by_device[made.device, made.domain])
+            raise Short(refused, made.device, short_by)
         drop = drop or next(iter(idle), None)
         if foreign:  # pays back first what is beyond the cap
             made.destroy = _foreign_free(ledger, made.device, made.domain)

@@ -84,6 +84,8 @@ class RangeRecord:
     cells_max: int = 0
     slabs: dict[int, int] = field(default_factory=dict)
     filled_to: int = field(default=0, repr=False)  # no index below it is without a slab
+    shrinkable: bool = False  # its client gives some back when it is asked to
+    closed: bool = False  # forgotten once it is empty
 
     def hole(self) -> int:
         """The lowest index without a slab."""

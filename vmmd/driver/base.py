@@ -167,6 +167,7 @@ class Reservation(Protocol):
 
     slab_bytes: int
     slabs_max: int
+    ordinal: int | None  # of the GPU in this process; None where the host maps it
 
     def map(self, first_index: int, fds: Sequence[int], *, writable: bool) -> None:
         """Imports slabs and maps them at consecutive indexes, all or none.
@@ -187,6 +188,9 @@ class Reservation(Protocol):
 
         Touching an unmapped part faults.
         """
+
+    def synchronize(self) -> None:
+        """Waits until no kernel that this process has launched on the GPU runs any more. Errors: `DriverError`."""
 
     def close(self) -> None:
         """Unmaps everything and gives the addresses back."""

@@ -89,6 +89,7 @@ class CudaReservation:
             )
         self.slab_bytes = slab_bytes
         self.slabs_max = slabs_max
+        self.ordinal: int | None = mapper.gpu.ordinal
         self._mapper = mapper
         self._cu = mapper.cu
         self._readers = mapper.readers()
@@ -143,6 +144,11 @@ class CudaReservation:
         if not self._base:
             self._reserve()
         return self._base
+
+    def synchronize(self) -> None:
+        """Waits for the kernels of this process on the GPU, whichever range they use."""
+        with cuda_calls.current(self._cu, self._mapper.context):
+            call(self._cu.cuCtxSynchronize)
 
     def close(self) -> None:
         """Unmaps everything and gives the addresses back; a second call does nothing."""

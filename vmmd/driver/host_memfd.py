@@ -284,6 +284,8 @@ class HostMapper:
 class HostReservation:
     """A range's addresses in this process; for one thread at a time."""
 
+    ordinal: int | None = None
+
     def __init__(self, slab_bytes: int, slabs_max: int) -> None:
         if slab_bytes <= 0 or slab_bytes % mmap.PAGESIZE or slabs_max <= 0:
             raise InvalidRequest(
@@ -341,6 +343,9 @@ class HostReservation:
             raise InvalidRequest("this range is closed")
         size_bytes = self.slab_bytes * self.slabs_max
         return np.frombuffer(_window(self._base, size_bytes), dtype=np.uint8)
+
+    def synchronize(self) -> None:
+        """Nothing runs beside the processor."""
 
     def close(self) -> None:
         """Unmaps everything and gives the addresses back; a second call does nothing."""

@@ -40,9 +40,16 @@ class KvRanges:
         self._manager = manager
 
     def create(
-        self, session: Session, device_uuid: str, model_id: int, cells_per_slab: int, cells_max: int
+        self,
+        session: Session,
+        device_uuid: str,
+        model_id: int,
+        cells_per_slab: int,
+        cells_max: int,
+        *,
+        shrinkable: bool = False,
     ) -> RangeRecord:
-        """An elastic K/V range without memory. Errors: `InvalidRequest`, `NotFound`, `Exhausted`."""
+        """An elastic range without memory, for K/V or other uses. Errors: `InvalidRequest`, `NotFound`, `Exhausted`."""
         device = self._manager.devices.choose([device_uuid] if device_uuid else [])[0]
         if model_id and not any(m is not None and m.model_id == model_id for m in session.attached):
             raise NotFound(f"model {model_id} is not open in this session")
@@ -56,7 +63,7 @@ class KvRanges:
         if len(self._manager.ledger.session_ranges(session.session_id)) >= self._manager.options.ranges_per_session_max:
             raise Exhausted(
                 f"this session has {self._manager.options.ranges_per_session_max} ranges, which is the limit"
-                " (ranges_per_session_max); shrink one to 0 and end the session, or use fewer"
+                " (ranges_per_session_max); close one first"
             )
         record = RangeRecord(
             self._manager.ledger.new_id(),
@@ -67,13 +74,14 @@ class KvRanges:
             -(-cells_max // cells_per_slab),
             cells_per_slab,
             cells_max,
+            shrinkable=shrinkable,
         )
         self._manager.ledger.add_range(record)
         return record
 
     def _own_range(self, session: Session, range_id: int) -> RangeRecord:
         record = self._manager.ledger.ranges.get(range_id)
-        if record is None or record.kind is not RangeKind.KV or record.owner != session.session_id:
+        if record is None or record.kind is not RangeKind.KV or record.owner != session.session_id or record.closed:
             raise NotFound(f"range {range_id} is not a K/V range of this session")
         return record
 
@@ -114,8 +122,8 @@ class KvRanges:
         if len({r.range_id for r in records}) != len(records):
             raise InvalidRequest("a range is named twice in one growth")
         await self._manager.slabs.settled(records)
-        if session.ended:
-            raise LeaseRevoked("the session ended before its range grew")
+        if session.ended or any(r.closed for r in records):
+            raise LeaseRevoked("the session or the range ended before it grew")
         session.check_batches()
         requests = []
         for record, (_, cells) in zip(records, growths, strict=True):
@@ -131,11 +139,11 @@ class KvRanges:
         for model in self._manager.models.values():
             self._manager.upkeep.refresh_heat(model)
         granted = await self._manager.slabs.provide(requests)
-        if session.ended:
+        if session.ended or any(r.closed for r in records):
             self._manager.releases.take_back(
                 [p.slab_id for p in granted.placed if self._manager.slabs.is_at(p)], session.session_id
             )
-            raise LeaseRevoked("the session ended while its range grew")
+            raise LeaseRevoked("the session or the range ended while it grew")
         items = [BatchItem(Kind.KIND_SLAB, p.range_id, p.index, p.slab_id, writable=True) for p in granted.placed]
         batch_id = session.add_batch(self._manager.ledger.new_id(), items)
         log.info(
@@ -163,4 +171,11 @@ class KvRanges:
         for items in session.batches.values():
             items[:] = [item for item in items if item.slab_id not in slab_ids]
         self._manager.releases.take_back(slab_ids, session.session_id)
+        self._manager.recalls.answered(range_id)
         return record
+
+    async def close(self, session: Session, range_id: int) -> None:
+        """Takes a range back whole; it is forgotten once nobody holds its slabs. Errors: `NotFound`."""
+        record = await self.shrink(session, range_id, 0)
+        record.closed = True
+        self._manager.slabs.tidy()

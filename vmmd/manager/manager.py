@@ -28,6 +28,7 @@ from vmmd.manager.files import FileIdentity, identify
 from vmmd.manager.kv import KvRanges
 from vmmd.manager.model import Model
 from vmmd.manager.physical import PhysicalSlabs
+from vmmd.manager.recalls import Recalls
 from vmmd.manager.releases import Releases
 from vmmd.manager.session import BatchItem, Kind, Session
 from vmmd.manager.shared import HeatPage, ResidencyTable, SharedPage
@@ -78,6 +79,7 @@ class Manager:
         """Called when the last session of a draining daemon has gone."""
         self.physical = PhysicalSlabs(driver)
         self.figures = Figures(self)
+        self.recalls = Recalls(self)
         self.releases = Releases(self)
         self.slabs = Slabs(self)
         self.kv = KvRanges(self)

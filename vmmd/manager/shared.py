@@ -120,8 +120,8 @@ class HeatPage:
     def __init__(self, n: int) -> None:
         self.n = n
         self.page = SharedPage("heat", pages.heat_bytes(n), read_only=False)
-        self.before = self.counts()  # when the heat interval began
-        self.seen = self.before  # what the figures have taken over
+        self.before = self.counts()
+        self.seen = self.counts()  # what the figures have taken over
 
     def counts(self) -> Counts:
         """A copy of what the page says now."""

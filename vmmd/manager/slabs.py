@@ -74,6 +74,7 @@ class Slabs:
         self._releases = manager.releases
         self._tasks: set[asyncio.Task[None]] = set()
         self._busy: Counter[int] = Counter()  # ranges that a plan is being carried out for
+        self._asking = 0  # of them, those whose plans wait for clients to give something back
         self._shedding: set[str] = set()  # devices that slabs are being given back to the driver of
 
     def is_at(self, placed: Placed) -> bool:
@@ -107,13 +108,18 @@ class Slabs:
         self, requests: Sequence[arbiter.Request], keep_models: Collection[int], patient: bool
     ) -> Provided:
         attempts = 0
+        asked: set[str] = set()  # devices on which clients were asked to give something back
         until = time.monotonic() + (WAIT_DEADLINE_S if patient else 0.0)
         while attempts < ATTEMPTS_MAX:
             try:
                 plan = arbiter.plan(self._ledger, self._manager.holders(), requests, keep_models=keep_models)
-            except Exhausted:
+            except Exhausted as error:
                 if time.monotonic() < until and await self._wait_for_memory(requests):
                     continue
+                if patient and isinstance(error, arbiter.Short) and error.device not in asked:
+                    asked.add(error.device)
+                    if await self._ask_for_memory(requests, error):
+                        continue
                 raise
             if plan.drop:
                 for model_id in plan.drop:
@@ -150,10 +156,21 @@ class Slabs:
         if pending:
             await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED, timeout=LOOK_AGAIN_S)
             return True
-        if any(m.working for m in others) or self._busy.total() > len(requests):
+        if any(m.working for m in others) or self._busy.total() - self._asking > len(requests):
             await asyncio.sleep(0.002)
             return True
         return False
+
+    async def _ask_for_memory(self, requests: Sequence[arbiter.Request], short: arbiter.Short) -> bool:
+        """Asks clients that can to give back what is missing; False where nobody did.
+
+        Meanwhile this plan has nothing in hand that another could wait for.
+        """
+        self._asking += len(requests)
+        try:
+            return await self._manager.recalls.make_room(short.device, short.slabs, self._busy)
+        finally:
+            self._asking -= len(requests)
 
     async def settled(self, records: Sequence[RangeRecord]) -> None:
         """Waits until no slab of these ranges is on its way back and no other plan is made for them."""
@@ -364,7 +381,7 @@ class Slabs:
                 if record.kind is RangeKind.KV
                 else record.owner not in manager.models
             )
-            if owner_gone and not record.slabs and not self._busy[record.range_id]:
+            if (owner_gone or record.closed) and not record.slabs and not self._busy[record.range_id]:
                 ledger.remove_range(record.range_id)
         for session_id in list(ledger.sessions):
             if session_id not in manager.sessions and not ledger.session_ranges(session_id):

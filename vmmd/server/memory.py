@@ -93,7 +93,12 @@ class Memory(memory_pb2_grpc.MemoryServicer):
         self, request: memory_pb2.CreateRangeRequest, context: Context
     ) -> memory_pb2.CreateRangeReply:
         record = self._manager.kv.create(
-            self._session(context), request.device_uuid, request.model_id, request.cells_per_slab, request.cells_max
+            self._session(context),
+            request.device_uuid,
+            request.model_id,
+            request.cells_per_slab,
+            request.cells_max,
+            shrinkable=request.shrinkable,
         )
         return memory_pb2.CreateRangeReply(
             epoch=self._manager.epoch, range=convert.range_(self._manager.ledger, record)
@@ -118,6 +123,11 @@ class Memory(memory_pb2_grpc.MemoryServicer):
         record = await self._manager.kv.shrink(self._session(context), request.range_id, request.cells)
         cells = convert.grown(self._manager.ledger, record).cells
         return memory_pb2.ShrinkRangeReply(epoch=self._manager.epoch, cells=cells)
+
+    @unary
+    async def CloseRange(self, request: memory_pb2.CloseRangeRequest, context: Context) -> memory_pb2.CloseRangeReply:
+        await self._manager.kv.close(self._session(context), request.range_id)
+        return memory_pb2.CloseRangeReply(epoch=self._manager.epoch)
 
     @streaming
     async def Watch(

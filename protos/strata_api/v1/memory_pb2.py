@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astrata_api/v1/memory.proto\x12\rstrata_api.v1\"\x14\n\x12ListDevicesRequest\"\\\n\x06\x44\x65vice\x12\x0c\n\x04uuid\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nslab_bytes\x18\x03 \x01(\x04\x12\x11\n\tcap_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07is_host\x18\x05 \x01(\x08\"I\n\x10ListDevicesReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12&\n\x07\x64\x65vices\x18\x02 \x03(\x0b\x32\x15.strata_api.v1.Device\"\x95\x01\n\x10OpenModelRequest\x12%\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x14.strata_api.v1.BeginH\x00\x12\'\n\x06stacks\x18\x02 \x01(\x0b\x32\x15.strata_api.v1.StacksH\x00\x12)\n\x07weights\x18\x03 \x01(\x0b\x32\x16.strata_api.v1.ExtentsH\x00\x42\x06\n\x04part\"q\n\x05\x42\x65gin\x12\x10\n\x08\x66iles_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x65vice_uuids\x18\x03 \x03(\t\x12\x10\n\x08n_layers\x18\x04 \x01(\r\x12\x11\n\tn_experts\x18\x05 \x01(\r\x12\r\n\x05top_k\x18\x06 \x01(\r\"\xb2\x01\n\x05Stack\x12\r\n\x05layer\x18\x01 \x01(\r\x12%\n\x06matrix\x18\x02 \x01(\x0e\x32\x15.strata_api.v1.Matrix\x12\x14\n\x0c\x66irst_expert\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x0c\n\x04\x66ile\x18\x05 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x06 \x01(\x04\x12\x14\n\x0cstride_bytes\x18\x07 \x01(\x04\x12\x14\n\x0c\x65xpert_bytes\x18\x08 \x01(\x04\".\n\x06Stacks\x12$\n\x06stacks\x18\x01 \x03(\x0b\x32\x14.strata_api.v1.Stack\"B\n\x06\x45xtent\x12\x0c\n\x04\x66ile\x18\x01 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x14\n\x0clength_bytes\x18\x03 \x01(\x04\"1\n\x07\x45xtents\x12&\n\x07\x65xtents\x18\x01 \x03(\x0b\x32\x15.strata_api.v1.Extent\"o\n\x0eOpenModelEvent\x12+\n\x08progress\x18\x01 \x01(\x0b\x32\x17.strata_api.v1.ProgressH\x00\x12\'\n\x06opened\x18\x02 \x01(\x0b\x32\x15.strata_api.v1.OpenedH\x00\x42\x07\n\x05\x65vent\"5\n\x08Progress\x12\x14\n\x0c\x66illed_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"U\n\x05Range\x12\x10\n\x08range_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\t\x12\x12\n\nslab_bytes\x18\x03 \x01(\x04\x12\x11\n\tslabs_max\x18\x04 \x01(\r\"\xe8\x01\n\x06Opened\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08model_id\x18\x02 \x01(\x04\x12\x12\n\nattachment\x18\x03 \x01(\r\x12%\n\x07weights\x18\x04 \x01(\x0b\x32\x14.strata_api.v1.Range\x12#\n\x05\x61rena\x18\x05 \x03(\x0b\x32\x14.strata_api.v1.Range\x12#\n\x05homes\x18\x06 \x01(\x0b\x32\x14.strata_api.v1.Range\x12\x10\n\x08\x62\x61tch_id\x18\x07 \x01(\x04\x12\x0e\n\x06shared\x18\x08 \x01(\x08\x12\x16\n\x0ehomes_batch_id\x18\t \x01(\x04\"%\n\x11\x43loseModelRequest\x12\x10\n\x08model_id\x18\x01 \x01(\x04\" \n\x0f\x43loseModelReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"f\n\x12\x43reateRangeRequest\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x65lls_per_slab\x18\x03 \x01(\r\x12\x11\n\tcells_max\x18\x04 \x01(\x04\"F\n\x10\x43reateRangeReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12#\n\x05range\x18\x02 \x01(\x0b\x32\x14.strata_api.v1.Range\")\n\x06Growth\x12\x10\n\x08range_id\x18\x01 \x01(\x04\x12\r\n\x05\x63\x65lls\x18\x02 \x01(\x04\";\n\x11GrowRangesRequest\x12&\n\x07growths\x18\x01 \x03(\x0b\x32\x15.strata_api.v1.Growth\"\x90\x01\n\x05Trade\x12\x10\n\x08model_id\x18\x01 \x01(\x04\x12\r\n\x05slabs\x18\x02 \x01(\r\x12\r\n\x05slots\x18\x03 \x01(\r\x12\x15\n\rexperts_moved\x18\x04 \x01(\r\x12\x16\n\x0eslots_occupied\x18\x05 \x01(\r\x12\x13\n\x0bslots_total\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65vice_uuid\x18\x07 \x01(\t\"A\n\nGrownRange\x12\x10\n\x08range_id\x18\x01 \x01(\x04\x12\r\n\x05\x63\x65lls\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"\x97\x01\n\x0fGrowRangesReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\x04\x12)\n\x06ranges\x18\x03 \x03(\x0b\x32\x19.strata_api.v1.GrownRange\x12\x12\n\nfree_slabs\x18\x04 \x01(\r\x12$\n\x06trades\x18\x05 \x03(\x0b\x32\x14.strata_api.v1.Trade\"5\n\x12ShrinkRangeRequest\x12\x10\n\x08range_id\x18\x01 \x01(\x04\x12\r\n\x05\x63\x65lls\x18\x02 \x01(\x04\"0\n\x10ShrinkRangeReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05\x63\x65lls\x18\x02 \x01(\x04\".\n\x0cWatchRequest\x12\x1e\n\x16released_revocation_id\x18\x01 \x01(\x04\"\xb5\x01\n\nWatchEvent\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x30\n\x0bslabs_added\x18\x02 \x01(\x0b\x32\x19.strata_api.v1.SlabsAddedH\x00\x12\x34\n\rslabs_removed\x18\x03 \x01(\x0b\x32\x1b.strata_api.v1.SlabsRemovedH\x00\x12\'\n\x06notice\x18\x04 \x01(\x0b\x32\x15.strata_api.v1.NoticeH\x00\x42\x07\n\x05\x65vent\"0\n\nSlabsAdded\x12\x10\n\x08range_id\x18\x01 \x01(\x04\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\x04\"b\n\x0cSlabsRemoved\x12\x10\n\x08range_id\x18\x01 \x01(\x04\x12\x14\n\x0cslab_indexes\x18\x02 \x03(\r\x12\x15\n\rrevocation_id\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"\xaf\x01\n\x06Notice\x12(\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1a.strata_api.v1.Notice.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\"j\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x11\n\rCODE_STOPPING\x10\x01\x12\x11\n\rCODE_DRAINING\x10\x02\x12\x0e\n\nCODE_STALE\x10\x03\x12\x16\n\x12\x43ODE_DEVICE_FAILED\x10\x04*9\n\x06Matrix\x12\x0f\n\x0bMATRIX_GATE\x10\x00\x12\r\n\tMATRIX_UP\x10\x01\x12\x0f\n\x0bMATRIX_DOWN\x10\x02\x32\xb7\x04\n\x06Memory\x12Q\n\x0bListDevices\x12!.strata_api.v1.ListDevicesRequest\x1a\x1f.strata_api.v1.ListDevicesReply\x12O\n\tOpenModel\x12\x1f.strata_api.v1.OpenModelRequest\x1a\x1d.strata_api.v1.OpenModelEvent(\x01\x30\x01\x12N\n\nCloseModel\x12 .strata_api.v1.CloseModelRequest\x1a\x1e.strata_api.v1.CloseModelReply\x12Q\n\x0b\x43reateRange\x12!.strata_api.v1.CreateRangeRequest\x1a\x1f.strata_api.v1.CreateRangeReply\x12N\n\nGrowRanges\x12 .strata_api.v1.GrowRangesRequest\x1a\x1e.strata_api.v1.GrowRangesReply\x12Q\n\x0bShrinkRange\x12!.strata_api.v1.ShrinkRangeRequest\x1a\x1f.strata_api.v1.ShrinkRangeReply\x12\x43\n\x05Watch\x12\x1b.strata_api.v1.WatchRequest\x1a\x19.strata_api.v1.WatchEvent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astrata_api/v1/memory.proto\x12\rstrata_api.v1\"\x14\n\x12ListDevicesRequest\"\\\n\x06\x44\x65vice\x12\x0c\n\x04uuid\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nslab_bytes\x18\x03 \x01(\x04\x12\x11\n\tcap_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07is_host\x18\x05 \x01(\x08\"I\n\x10ListDevicesReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12&\n\x07\x64\x65vices\x18\x02 \x03(\x0b\x32\x15.strata_api.v1.Device\"\x95\x01\n\x10OpenModelRequest\x12%\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x14.strata_api.v1.BeginH\x00\x12\'\n\x06stacks\x18\x02 \x01(\x0b\x32\x15.strata_api.v1.StacksH\x00\x12)\n\x07weights\x18\x03 \x01(\x0b\x32\x16.strata_api.v1.ExtentsH\x00\x42\x06\n\x04part\"q\n\x05\x42\x65gin\x12\x10\n\x08\x66iles_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x65vice_uuids\x18\x03 \x03(\t\x12\x10\n\x08n_layers\x18\x04 \x01(\r\x12\x11\n\tn_experts\x18\x05 \x01(\r\x12\r\n\x05top_k\x18\x06 \x01(\r\"\xb2\x01\n\x05Stack\x12\r\n\x05layer\x18\x01 \x01(\r\x12%\n\x06matrix\x18\x02 \x01(\x0e\x32\x15.strata_api.v1.Matrix\x12\x14\n\x0c\x66irst_expert\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x0c\n\x04\x66ile\x18\x05 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x06 \x01(\x04\x12\x14\n\x0cstride_bytes\x18\x07 \x01(\x04\x12\x14\n\x0c\x65xpert_bytes\x18\x08 \x01(\x04\".\n\x06Stacks\x12$\n\x06stacks\x18\x01 \x03(\x0b\x32\x14.strata_api.v1.Stack\"B\n\x06\x45xtent\x12\x0c\n\x04\x66ile\x18\x01 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x14\n\x0clength_bytes\x18\x03 \x01(\x04\"1\n\x07\x45xtents\x12&\n\x07\x65xtents\x18\x01 \x03(\x0b\x32\x15.strata_api.v1.Extent\"o\n\x0eOpenModelEvent\x12+\n\x08progress\x18\x01 \x01(\x0b\x32\x17.strata_api.v1.ProgressH\x00\x12\'\n\x06opened\x18\x02 \x01(\x0b\x32\x15.strata_api.v1.OpenedH\x00\x42\x07\n\x05\x65vent\"5\n\x08Progress\x12\x14\n\x0c\x66illed_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"U\n\x05Range\x12\x10\n\x08range_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\t\x12\x12\n\nslab_bytes\x18\x03 \x01(\x04\x12\x11\n\tslabs_max\x18\x04 \x01(\r\"\xe8\x01\n\x06Opened\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08model_id\x18\x02 \x01(\x04\x12\x12\n\nattachment\x18\x03 \x01(\r\x12%\n\x07weights\x18\x04 \x01(\x0b\x32\x14.strata_api.v1.Range\x12#\n\x05\x61rena\x18\x05 \x03(\x0b\x32\x14.strata_api.v1.Range\x12#\n\x05homes\x18\x06 \x01(\x0b\x32\x14.strata_api.v1.Range\x12\x10\n\x08\x62\x61tch_id\x18\x07 \x01(\x04\x12\x0e\n\x06shared\x18\x08 \x01(\x08\x12\x16\n\x0ehomes_batch_id\x18\t \x01(\x04\"%\n\x11\x43loseModelRequest\x12\x10\n\x08model_id\x18\x01 \x01(\x04\" \n\x0f\x43loseModelReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"z\n\x12\x43reateRangeRequest\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x65lls_per_slab\x18\x03 \x01(\r\x12\x11\n\tcells_max\x18\x04 \x01(\x04\x12\x12\n\nshrinkable\x18\x06 \x01(\x08\"F\n\x10\x43reateRangeReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12#\n\x05range\x18\x02 \x01(\x0b\x32\x14.strata_api.v1.Range\")\n\x06Growth\x12\x10\n\x08range_id\x18\x01 \x01(\x04\x12\r\n\x05\x63\x65lls\x18\x02 \x01(\x04\";\n\x11GrowRangesRequest\x12&\n\x07growths\x18\x01 \x03(\x0b\x32\x15.strata_api.v1.Growth\"\x90\x01\n\x05Trade\x12\x10\n\x08model_id\x18\x01 \x01(\x04\x12\r\n\x05slabs\x18\x02 \x01(\r\x12\r\n\x05slots\x18\x03 \x01(\r\x12\x15\n\rexperts_moved\x18\x04 \x01(\r\x12\x16\n\x0eslots_occupied\x18\x05 \x01(\r\x12\x13\n\x0bslots_total\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65vice_uuid\x18\x07 \x01(\t\"A\n\nGrownRange\x12\x10\n\x08range_id\x18\x01 \x01(\x04\x12\r\n\x05\x63\x65lls\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"\x97\x01\n\x0fGrowRangesReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\x04\x12)\n\x06ranges\x18\x03 \x03(\x0b\x32\x19.strata_api.v1.GrownRange\x12\x12\n\nfree_slabs\x18\x04 \x01(\r\x12$\n\x06trades\x18\x05 \x03(\x0b\x32\x14.strata_api.v1.Trade\"5\n\x12ShrinkRangeRequest\x12\x10\n\x08range_id\x18\x01 \x01(\x04\x12\r\n\x05\x63\x65lls\x18\x02 \x01(\x04\"0\n\x10ShrinkRangeReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05\x63\x65lls\x18\x02 \x01(\x04\"%\n\x11\x43loseRangeRequest\x12\x10\n\x08range_id\x18\x01 \x01(\x04\" \n\x0f\x43loseRangeReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\".\n\x0cWatchRequest\x12\x1e\n\x16released_revocation_id\x18\x01 \x01(\x04\"\xed\x01\n\nWatchEvent\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x30\n\x0bslabs_added\x18\x02 \x01(\x0b\x32\x19.strata_api.v1.SlabsAddedH\x00\x12\x34\n\rslabs_removed\x18\x03 \x01(\x0b\x32\x1b.strata_api.v1.SlabsRemovedH\x00\x12\'\n\x06notice\x18\x04 \x01(\x0b\x32\x15.strata_api.v1.NoticeH\x00\x12\x36\n\x0eshrink_request\x18\x05 \x01(\x0b\x32\x1c.strata_api.v1.ShrinkRequestH\x00\x42\x07\n\x05\x65vent\"0\n\nSlabsAdded\x12\x10\n\x08range_id\x18\x01 \x01(\x04\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\x04\"b\n\x0cSlabsRemoved\x12\x10\n\x08range_id\x18\x01 \x01(\x04\x12\x14\n\x0cslab_indexes\x18\x02 \x03(\r\x12\x15\n\rrevocation_id\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"E\n\rShrinkRequest\x12\x10\n\x08range_id\x18\x01 \x01(\x04\x12\r\n\x05slabs\x18\x02 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\"\xaf\x01\n\x06Notice\x12(\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1a.strata_api.v1.Notice.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\"j\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x11\n\rCODE_STOPPING\x10\x01\x12\x11\n\rCODE_DRAINING\x10\x02\x12\x0e\n\nCODE_STALE\x10\x03\x12\x16\n\x12\x43ODE_DEVICE_FAILED\x10\x04*9\n\x06Matrix\x12\x0f\n\x0bMATRIX_GATE\x10\x00\x12\r\n\tMATRIX_UP\x10\x01\x12\x0f\n\x0bMATRIX_DOWN\x10\x02\x32\x87\x05\n\x06Memory\x12Q\n\x0bListDevices\x12!.strata_api.v1.ListDevicesRequest\x1a\x1f.strata_api.v1.ListDevicesReply\x12O\n\tOpenModel\x12\x1f.strata_api.v1.OpenModelRequest\x1a\x1d.strata_api.v1.OpenModelEvent(\x01\x30\x01\x12N\n\nCloseModel\x12 .strata_api.v1.CloseModelRequest\x1a\x1e.strata_api.v1.CloseModelReply\x12Q\n\x0b\x43reateRange\x12!.strata_api.v1.CreateRangeRequest\x1a\x1f.strata_api.v1.CreateRangeReply\x12N\n\nGrowRanges\x12 .strata_api.v1.GrowRangesRequest\x1a\x1e.strata_api.v1.GrowRangesReply\x12Q\n\x0bShrinkRange\x12!.strata_api.v1.ShrinkRangeRequest\x1a\x1f.strata_api.v1.ShrinkRangeReply\x12N\n\nCloseRange\x12 .strata_api.v1.CloseRangeRequest\x1a\x1e.strata_api.v1.CloseRangeReply\x12\x43\n\x05Watch\x12\x1b.strata_api.v1.WatchRequest\x1a\x19.strata_api.v1.WatchEvent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'strata_api.v1.memory_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MATRIX']._serialized_start=2727
-  _globals['_MATRIX']._serialized_end=2784
+  _globals['_MATRIX']._serialized_start=2947
+  _globals['_MATRIX']._serialized_end=3004
   _globals['_LISTDEVICESREQUEST']._serialized_start=45
   _globals['_LISTDEVICESREQUEST']._serialized_end=65
   _globals['_DEVICE']._serialized_start=67
@@ -64,35 +64,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLOSEMODELREPLY']._serialized_start=1380
   _globals['_CLOSEMODELREPLY']._serialized_end=1412
   _globals['_CREATERANGEREQUEST']._serialized_start=1414
-  _globals['_CREATERANGEREQUEST']._serialized_end=1516
-  _globals['_CREATERANGEREPLY']._serialized_start=1518
-  _globals['_CREATERANGEREPLY']._serialized_end=1588
-  _globals['_GROWTH']._serialized_start=1590
-  _globals['_GROWTH']._serialized_end=1631
-  _globals['_GROWRANGESREQUEST']._serialized_start=1633
-  _globals['_GROWRANGESREQUEST']._serialized_end=1692
-  _globals['_TRADE']._serialized_start=1695
-  _globals['_TRADE']._serialized_end=1839
-  _globals['_GROWNRANGE']._serialized_start=1841
-  _globals['_GROWNRANGE']._serialized_end=1906
-  _globals['_GROWRANGESREPLY']._serialized_start=1909
-  _globals['_GROWRANGESREPLY']._serialized_end=2060
-  _globals['_SHRINKRANGEREQUEST']._serialized_start=2062
-  _globals['_SHRINKRANGEREQUEST']._serialized_end=2115
-  _globals['_SHRINKRANGEREPLY']._serialized_start=2117
-  _globals['_SHRINKRANGEREPLY']._serialized_end=2165
-  _globals['_WATCHREQUEST']._serialized_start=2167
-  _globals['_WATCHREQUEST']._serialized_end=2213
-  _globals['_WATCHEVENT']._serialized_start=2216
-  _globals['_WATCHEVENT']._serialized_end=2397
-  _globals['_SLABSADDED']._serialized_start=2399
-  _globals['_SLABSADDED']._serialized_end=2447
-  _globals['_SLABSREMOVED']._serialized_start=2449
-  _globals['_SLABSREMOVED']._serialized_end=2547
-  _globals['_NOTICE']._serialized_start=2550
-  _globals['_NOTICE']._serialized_end=2725
-  _globals['_NOTICE_CODE']._serialized_start=2619
-  _globals['_NOTICE_CODE']._serialized_end=2725
-  _globals['_MEMORY']._serialized_start=2787
-  _globals['_MEMORY']._serialized_end=3354
+  _globals['_CREATERANGEREQUEST']._serialized_end=1536
+  _globals['_CREATERANGEREPLY']._serialized_start=1538
+  _globals['_CREATERANGEREPLY']._serialized_end=1608
+  _globals['_GROWTH']._serialized_start=1610
+  _globals['_GROWTH']._serialized_end=1651
+  _globals['_GROWRANGESREQUEST']._serialized_start=1653
+  _globals['_GROWRANGESREQUEST']._serialized_end=1712
+  _globals['_TRADE']._serialized_start=1715
+  _globals['_TRADE']._serialized_end=1859
+  _globals['_GROWNRANGE']._serialized_start=1861
+  _globals['_GROWNRANGE']._serialized_end=1926
+  _globals['_GROWRANGESREPLY']._serialized_start=1929
+  _globals['_GROWRANGESREPLY']._serialized_end=2080
+  _globals['_SHRINKRANGEREQUEST']._serialized_start=2082
+  _globals['_SHRINKRANGEREQUEST']._serialized_end=2135
+  _globals['_SHRINKRANGEREPLY']._serialized_start=2137
+  _globals['_SHRINKRANGEREPLY']._serialized_end=2185
+  _globals['_CLOSERANGEREQUEST']._serialized_start=2187
+  _globals['_CLOSERANGEREQUEST']._serialized_end=2224
+  _globals['_CLOSERANGEREPLY']._serialized_start=2226
+  _globals['_CLOSERANGEREPLY']._serialized_end=2258
+  _globals['_WATCHREQUEST']._serialized_start=2260
+  _globals['_WATCHREQUEST']._serialized_end=2306
+  _globals['_WATCHEVENT']._serialized_start=2309
+  _globals['_WATCHEVENT']._serialized_end=2546
+  _globals['_SLABSADDED']._serialized_start=2548
+  _globals['_SLABSADDED']._serialized_end=2596
+  _globals['_SLABSREMOVED']._serialized_start=2598
+  _globals['_SLABSREMOVED']._serialized_end=2696
+  _globals['_SHRINKREQUEST']._serialized_start=2698
+  _globals['_SHRINKREQUEST']._serialized_end=2767
+  _globals['_NOTICE']._serialized_start=2770
+  _globals['_NOTICE']._serialized_end=2945
+  _globals['_NOTICE_CODE']._serialized_start=2839
+  _globals['_NOTICE_CODE']._serialized_end=2945
+  _globals['_MEMORY']._serialized_start=3007
+  _globals['_MEMORY']._serialized_end=3654
 # @@protoc_insertion_point(module_scope)

@@ -173,16 +173,18 @@ class CloseModelReply(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class CreateRangeRequest(_message.Message):
-    __slots__ = ("device_uuid", "model_id", "cells_per_slab", "cells_max")
+    __slots__ = ("device_uuid", "model_id", "cells_per_slab", "cells_max", "shrinkable")
     DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     CELLS_PER_SLAB_FIELD_NUMBER: _ClassVar[int]
     CELLS_MAX_FIELD_NUMBER: _ClassVar[int]
+    SHRINKABLE_FIELD_NUMBER: _ClassVar[int]
     device_uuid: str
     model_id: int
     cells_per_slab: int
     cells_max: int
-    def __init__(self, device_uuid: _Optional[str] = ..., model_id: _Optional[int] = ..., cells_per_slab: _Optional[int] = ..., cells_max: _Optional[int] = ...) -> None: ...
+    shrinkable: bool
+    def __init__(self, device_uuid: _Optional[str] = ..., model_id: _Optional[int] = ..., cells_per_slab: _Optional[int] = ..., cells_max: _Optional[int] = ..., shrinkable: bool = ...) -> None: ...
 
 class CreateRangeReply(_message.Message):
     __slots__ = ("epoch", "range")
@@ -264,6 +266,18 @@ class ShrinkRangeReply(_message.Message):
     cells: int
     def __init__(self, epoch: _Optional[int] = ..., cells: _Optional[int] = ...) -> None: ...
 
+class CloseRangeRequest(_message.Message):
+    __slots__ = ("range_id",)
+    RANGE_ID_FIELD_NUMBER: _ClassVar[int]
+    range_id: int
+    def __init__(self, range_id: _Optional[int] = ...) -> None: ...
+
+class CloseRangeReply(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
 class WatchRequest(_message.Message):
     __slots__ = ("released_revocation_id",)
     RELEASED_REVOCATION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -271,16 +285,18 @@ class WatchRequest(_message.Message):
     def __init__(self, released_revocation_id: _Optional[int] = ...) -> None: ...
 
 class WatchEvent(_message.Message):
-    __slots__ = ("epoch", "slabs_added", "slabs_removed", "notice")
+    __slots__ = ("epoch", "slabs_added", "slabs_removed", "notice", "shrink_request")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SLABS_ADDED_FIELD_NUMBER: _ClassVar[int]
     SLABS_REMOVED_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
+    SHRINK_REQUEST_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     slabs_added: SlabsAdded
     slabs_removed: SlabsRemoved
     notice: Notice
-    def __init__(self, epoch: _Optional[int] = ..., slabs_added: _Optional[_Union[SlabsAdded, _Mapping]] = ..., slabs_removed: _Optional[_Union[SlabsRemoved, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ...) -> None: ...
+    shrink_request: ShrinkRequest
+    def __init__(self, epoch: _Optional[int] = ..., slabs_added: _Optional[_Union[SlabsAdded, _Mapping]] = ..., slabs_removed: _Optional[_Union[SlabsRemoved, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., shrink_request: _Optional[_Union[ShrinkRequest, _Mapping]] = ...) -> None: ...
 
 class SlabsAdded(_message.Message):
     __slots__ = ("range_id", "batch_id")
@@ -301,6 +317,16 @@ class SlabsRemoved(_message.Message):
     revocation_id: int
     deadline_ms: int
     def __init__(self, range_id: _Optional[int] = ..., slab_indexes: _Optional[_Iterable[int]] = ..., revocation_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class ShrinkRequest(_message.Message):
+    __slots__ = ("range_id", "slabs", "deadline_ms")
+    RANGE_ID_FIELD_NUMBER: _ClassVar[int]
+    SLABS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    range_id: int
+    slabs: int
+    deadline_ms: int
+    def __init__(self, range_id: _Optional[int] = ..., slabs: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class Notice(_message.Message):
     __slots__ = ("code", "message")

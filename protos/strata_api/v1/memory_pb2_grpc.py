@@ -64,6 +64,11 @@ class MemoryStub(object):
                 request_serializer=strata__api_dot_v1_dot_memory__pb2.ShrinkRangeRequest.SerializeToString,
                 response_deserializer=strata__api_dot_v1_dot_memory__pb2.ShrinkRangeReply.FromString,
                 _registered_method=True)
+        self.CloseRange = channel.unary_unary(
+                '/strata_api.v1.Memory/CloseRange',
+                request_serializer=strata__api_dot_v1_dot_memory__pb2.CloseRangeRequest.SerializeToString,
+                response_deserializer=strata__api_dot_v1_dot_memory__pb2.CloseRangeReply.FromString,
+                _registered_method=True)
         self.Watch = channel.stream_stream(
                 '/strata_api.v1.Memory/Watch',
                 request_serializer=strata__api_dot_v1_dot_memory__pb2.WatchRequest.SerializeToString,
@@ -116,6 +121,13 @@ class MemoryServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CloseRange(self, request, context):
+        """Gives a range back whole and forgets it. The client has unmapped it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request_iterator, context):
         """One stream per session: changes of mapped ranges, revocations, notices; the
         client answers revocations on it. Served even while the client waits for its
@@ -157,6 +169,11 @@ def add_MemoryServicer_to_server(servicer, server):
                     servicer.ShrinkRange,
                     request_deserializer=strata__api_dot_v1_dot_memory__pb2.ShrinkRangeRequest.FromString,
                     response_serializer=strata__api_dot_v1_dot_memory__pb2.ShrinkRangeReply.SerializeToString,
+            ),
+            'CloseRange': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseRange,
+                    request_deserializer=strata__api_dot_v1_dot_memory__pb2.CloseRangeRequest.FromString,
+                    response_serializer=strata__api_dot_v1_dot_memory__pb2.CloseRangeReply.SerializeToString,
             ),
             'Watch': grpc.stream_stream_rpc_method_handler(
                     servicer.Watch,
@@ -326,6 +343,33 @@ class Memory(object):
             '/strata_api.v1.Memory/ShrinkRange',
             strata__api_dot_v1_dot_memory__pb2.ShrinkRangeRequest.SerializeToString,
             strata__api_dot_v1_dot_memory__pb2.ShrinkRangeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseRange(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/strata_api.v1.Memory/CloseRange',
+            strata__api_dot_v1_dot_memory__pb2.CloseRangeRequest.SerializeToString,
+            strata__api_dot_v1_dot_memory__pb2.CloseRangeReply.FromString,
             options,
             channel_credentials,
             insecure,
