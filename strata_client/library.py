@@ -516,7 +516,7 @@ class Range:
             try:
                 kept = self._call(lambda: on_shrink(self, wanted_bytes, deadline_s), seconds)
                 keep_bytes = wanted_bytes if kept is None else max(0, kept)
-            except Exception as error:
+            except BaseException as error:
                 self._client._note("a range was not shrunk for others: its on_shrink failed", error)
         with self._mapped.lock:
             if self._given_back:
