@@ -22,6 +22,7 @@ import warnings
 import weakref
 from collections.abc import Awaitable, Callable
 from math import prod
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
@@ -101,6 +102,11 @@ class Client:
         session.on_shrink_request = self._on_shrink_request
         self._worker = threading.Thread(target=self._work, name="strata-callbacks", daemon=True)
         self._worker.start()
+
+    @property
+    def directory(self) -> Path:
+        """The daemon's runtime directory: other processes may connect there."""
+        return self._session.directory
 
     @property
     def is_private(self) -> bool:

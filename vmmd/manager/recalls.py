@@ -34,8 +34,9 @@ class Recalls:
     async def make_room(self, device: str, slabs: int, busy: Mapping[int, int]) -> bool:
         """Asks for so many slabs, and waits for the answers or the deadline; True if anybody gave some.
 
-        Asks nobody where all of them together have too few. `busy` ranges, which are
-        growing themselves, are left alone.
+        Asks nobody where all of them together have too few; but where some are asked for
+        another's sake already, waits for those first. `busy` ranges, which are growing
+        themselves, are left alone.
         """
         self._silent &= self._manager.ledger.ranges.keys()
         able = [r for r in self._manager.ledger.ranges.values() if self._is_able(r, device, busy)]
@@ -44,9 +45,9 @@ class Recalls:
             left = slabs - sum(count for _, count in chosen)
             if left > 0:
                 chosen.append((record, min(left, self._leased(record))))
-        if sum(count for _, count in chosen) < slabs:
-            return False
         deadline_s = self._manager.options.revoke_deadline_s
+        if sum(count for _, count in chosen) < slabs:
+            return await self._others_answers(device, deadline_s)
         before = {record.range_id: self._leased(record) for record, _ in chosen}
         for record, count in chosen:
             self._ask(record, count, deadline_s)
@@ -59,6 +60,15 @@ class Recalls:
                 log.warning("range.not_shrunk", range=record.range_id, session=record.owner)
             self._asked.discard(record.range_id)
         return any(self._leased(record) < before[record.range_id] for record, _ in chosen)
+
+    async def _others_answers(self, device: str, deadline_s: float) -> bool:
+        """Waits for an answer that somebody else waits for; False where there is none, or it does not come."""
+        ledger = self._manager.ledger
+        awaited = {i for i in self._asked if i in ledger.ranges and ledger.ranges[i].device == device}
+        until = time.monotonic() + deadline_s
+        while awaited and awaited <= self._asked and time.monotonic() < until:
+            await asyncio.sleep(LOOK_S)
+        return bool(awaited - self._asked - self._silent)
 
     def answered(self, range_id: int) -> None:
         """A client has shrunk a range, by whatever it gave."""

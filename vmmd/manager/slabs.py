@@ -108,7 +108,6 @@ class Slabs:
         self, requests: Sequence[arbiter.Request], keep_models: Collection[int], patient: bool
     ) -> Provided:
         attempts = 0
-        asked: set[str] = set()  # devices on which clients were asked to give something back
         until = time.monotonic() + (WAIT_DEADLINE_S if patient else 0.0)
         while attempts < ATTEMPTS_MAX:
             try:
@@ -116,10 +115,9 @@ class Slabs:
             except Exhausted as error:
                 if time.monotonic() < until and await self._wait_for_memory(requests):
                     continue
-                if patient and isinstance(error, arbiter.Short) and error.device not in asked:
-                    asked.add(error.device)
-                    if await self._ask_for_memory(requests, error):
-                        continue
+                if patient and isinstance(error, arbiter.Short) and await self._ask_for_memory(requests, error):
+                    until = time.monotonic() + WAIT_DEADLINE_S  # for what was given to be let go
+                    continue
                 raise
             if plan.drop:
                 for model_id in plan.drop:
