@@ -279,7 +279,7 @@ class Session:
         """Unmaps a range and gives it back for good. The range's lock held."""
         self._unmap_beyond(range_, 0)
         with self._order:
-            del self._ranges[range_.range_id]
+            self._ranges.pop(range_.range_id, None)
         range_.close()
         if not self._gone:
             self._call("CloseRange", wire.CloseRangeRequest(range_id=range_.range_id))
@@ -325,8 +325,13 @@ class Session:
             self._private.remove_directory()
 
     def _call(self, method: str, request: Any, timeout: float | None = None) -> Any:
-        with connection.rebuilt_errors():
-            reply = getattr(self._stub, method)(request, metadata=self._metadata, timeout=timeout)
+        try:
+            with connection.rebuilt_errors():
+                reply = getattr(self._stub, method)(request, metadata=self._metadata, timeout=timeout)
+        except ValueError as error:  # what gRPC raises where another thread has closed the channel
+            if not self._gone:
+                raise
+            raise Unavailable(self._gone) from error
         self._broker.check_epoch(reply.epoch)
         return reply
 

@@ -492,6 +492,51 @@ def test_what_is_mapped_outlives_the_daemon() -> None:
         assert time.monotonic() - began < 5
 
 
+def test_a_program_may_end_without_closing(daemon: Daemon, admin: Admin) -> None:
+    """With views alive in every way; it ends at once and silently, and nothing of it is left."""
+    code = (
+        "import sys, numpy, strata_client; client = strata_client.connect(sys.argv[1]);"
+        "memory = client.range(65536, on_shrink=print); view = memory.view();"
+        "arrays = [numpy.asarray(view), numpy.from_dlpack(memory.view()), memory.view().__dlpack__()]"
+    )
+    argv = [sys.executable, "-X", "dev", "-c", code, os.fspath(daemon.directory)]
+    done = subprocess.run(argv, capture_output=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    wait_until(lambda: not _kv_slabs(admin), 10)
+
+
+def test_closing_a_client_ends_what_its_threads_wait_for(daemon: Daemon, admin: Admin) -> None:
+    """A growth that waits for a lender comes back with an error, and nothing of it is left."""
+    with strata_client.connect(daemon.directory) as lender:
+        go_on = threading.Event()
+
+        def on_shrink(memory: Range, size_bytes: int, deadline_s: float) -> None:
+            go_on.wait(20)
+
+        lent = lender.range(16 * SLAB, on_shrink=on_shrink)
+        client = strata_client.connect(daemon.directory)
+        memory = client.range(max_bytes=2 * SLAB)
+        errors: list[strata_client.VmmError] = []
+
+        def grow() -> None:
+            try:
+                memory.grow(2 * SLAB)
+            except strata_client.VmmError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=grow)
+        thread.start()
+        wait_until(lambda: admin.status().daemon.growths.waiting == 1, 10)
+        client.close()
+        thread.join(10)
+        assert len(errors) == 1
+        go_on.set()
+        wait_until(lambda: len(admin.status().sessions) == 1 and not admin.status().daemon.growths.waiting, 10)
+        with pytest.raises(strata_client.Unavailable, match="session is closed"):
+            client._session.devices()
+        assert lent.size_bytes in (14 * SLAB, 16 * SLAB)
+
+
 def test_without_a_daemon_a_private_one_serves_who_wants_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the error says where none was found."""
     with pytest.raises(strata_client.NoDaemon, match=re.escape(str(tmp_path))):

@@ -2,11 +2,14 @@
 
 import json
 import os
+import pty
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -83,6 +86,41 @@ def test_top_shows_a_running_session() -> None:
     row = next(line for line in frame.splitlines() if line.split()[:1] == [str(process.pid)])
     assert " running " in row or " idle " in row
     assert re.search(r"\d+ of \d+", row)
+
+
+def test_top_on_a_terminal_ends_with_q(watched: _Watched) -> None:
+    """It shows frames on a screen of its own, ends when q is pressed, and leaves the terminal as it was."""
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    argv = [
+        sys.executable,
+        "-m",
+        "vmmd.ctl.main",
+        "top",
+        "--interval",
+        "0.1",
+        "--socket",
+        str(watched.daemon.directory),
+    ]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+    process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment)
+    try:
+        said = b""
+        while said.count(b"HOST-SIM-0") < 3:
+            said += os.read(ours, 65536)
+        os.write(ours, b"xq")
+        while process.poll() is None:
+            if select.select([ours], [], [], 0.1)[0]:
+                said += os.read(ours, 65536)
+        assert (process.returncode, process.communicate()[1]) == (0, b"")
+        said += os.read(ours, 65536) if select.select([ours], [], [], 0)[0] else b""
+        assert b"\x1b[?1049h" in said and b"\x1b[?1049l" in said
+        assert termios.tcgetattr(theirs) == before
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_top_without_a_daemon_is_one_line(tmp_path: Path) -> None:
