@@ -13,9 +13,7 @@ connect anew: leased memory is not inherited, and the daemon knows processes.
 import asyncio
 import inspect
 import itertools
-import logging
 import os
-import queue
 import threading
 import time
 import warnings
@@ -24,18 +22,17 @@ from collections.abc import Awaitable, Callable
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from strata_client import connection
+from strata_client.callbacks import Callbacks, result_of
 from strata_client.mapping import MappedRange
 from strata_client.session import Session, choose_device
 from strata_client.view import View
-from vmmd.errors import InvalidRequest, PermissionDenied, Unavailable, VmmError
-
-T = TypeVar("T")
+from vmmd.errors import InvalidRequest, PermissionDenied, VmmError
 
 OnGrowth = Callable[["Range", int], Awaitable[None] | None]
 """Called with a range that has grown and the bytes that it had before."""
@@ -49,10 +46,7 @@ Once it returns, the range shrinks to that size, or to the one that it returns.
 PRIVATE_SLAB_BYTES = 1 << 20
 
 _SLABS_MAX = (1 << 32) - 1  # the wire's
-_LEAVE_TIMEOUT_S = 2.0
 _CALLBACK_TIMEOUT_S = 60.0
-
-log = logging.getLogger("strata_client")
 
 
 class Device(NamedTuple):
@@ -98,10 +92,8 @@ class Client:
         self._ranges: dict[int, Range] = {}
         self._closed = False
         self._over = threading.Event()
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._callbacks = Callbacks(session.troubles)
         session.on_shrink_request = self._on_shrink_request
-        self._worker = threading.Thread(target=self._work, name="strata-callbacks", daemon=True)
-        self._worker.start()
 
     @property
     def directory(self) -> Path:
@@ -252,26 +244,13 @@ class Client:
                 " connect() in the process that uses the memory"
             )
 
-    # In the worker thread
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except BaseException as error:
-                self._note("a callback failed", error)
-
-    def _note(self, what: str, error: BaseException) -> None:
-        log.error("%s", what, exc_info=error)
-        self._session.troubles.append(f"{what}: {type(error).__name__}: {error}")
-
     def _on_shrink_request(self, range_id: int, slabs: int, seconds: float) -> None:
         """In the watch thread."""
         with self._lock:
             range_ = self._ranges.get(range_id)
         if range_ is not None:
             deadline_s = time.monotonic() + seconds
-            self._jobs.put(lambda: range_._answer(slabs, deadline_s))
+            self._callbacks.put(lambda: range_._answer(slabs, deadline_s))
 
     def _range_gone(self, range_id: int) -> None:
         with self._lock:
@@ -285,9 +264,7 @@ class Client:
                 self._over.set()
         if is_over:
             self._session.close()
-            self._jobs.put(None)
-            if threading.current_thread() is not self._worker:
-                self._worker.join(_LEAVE_TIMEOUT_S)
+            self._callbacks.stop()
 
 
 class Range:
@@ -350,7 +327,9 @@ class Range:
             self._client._session.grow_range(self._mapped, slabs)
         if self._on_growth is not None:
             on_growth = self._on_growth
-            self._client._jobs.put(lambda: self._call(lambda: on_growth(self, before), _CALLBACK_TIMEOUT_S))
+            self._client._callbacks.put(
+                lambda: result_of(lambda: on_growth(self, before), self._loop, _CALLBACK_TIMEOUT_S)
+            )
 
     def shrink(self, size_bytes: int = 0) -> None:
         """Gives back what is beyond `size_bytes`, rounded up to whole slabs.
@@ -475,7 +454,7 @@ class Range:
         """Called wherever the garbage collector runs: takes no lock."""
         self._views.pop(number, None)
         if self._closed and not self._views:
-            self._client._jobs.put(self._give_back)
+            self._client._callbacks.put(self._give_back)
 
     def _give_back(self) -> None:
         with self._mapped.lock:
@@ -486,31 +465,10 @@ class Range:
                 self._mapped.synchronize()
                 self._client._session.close_range(self._mapped)
             except VmmError as error:
-                self._client._note("a range could not be given back", error)
+                self._client._callbacks.note("a range could not be given back", error)
         self._client._range_gone(self._mapped.range_id)
 
-    # Callbacks, in the worker thread
-
-    def _call(self, callback: Callable[[], Awaitable[T] | T], seconds: float) -> T:
-        """What a callback returns; a coroutine runs on the range's event loop, for so many seconds at most."""
-        result = callback()
-        if not inspect.isawaitable(result):
-            return result
-        if self._loop is None or self._loop.is_closed():
-            if inspect.iscoroutine(result):
-                result.close()
-            raise Unavailable("the event loop of a range's callbacks is closed")
-
-        async def bounded() -> T:
-            async with asyncio.timeout(seconds):
-                return await result
-
-        future = asyncio.run_coroutine_threadsafe(bounded(), self._loop)
-        try:
-            return future.result(seconds + _LEAVE_TIMEOUT_S)
-        except TimeoutError:
-            future.cancel()  # the loop itself stands still
-            raise
+    # In the callbacks' thread
 
     def _answer(self, slabs: int, deadline_s: float) -> None:
         """Asks the callback what can be given back, and gives it; gives nothing where that is too late or fails."""
@@ -520,10 +478,10 @@ class Range:
         wanted_bytes = max(0, size_bytes - slabs * self.slab_bytes)
         if on_shrink is not None and seconds > 0 and not self._closed:
             try:
-                kept = self._call(lambda: on_shrink(self, wanted_bytes, deadline_s), seconds)
+                kept = result_of(lambda: on_shrink(self, wanted_bytes, deadline_s), self._loop, seconds)
                 keep_bytes = wanted_bytes if kept is None else max(0, kept)
             except BaseException as error:
-                self._client._note("a range was not shrunk for others: its on_shrink failed", error)
+                self._client._callbacks.note("a range was not shrunk for others: its on_shrink failed", error)
         with self._mapped.lock:
             if self._given_back:
                 return

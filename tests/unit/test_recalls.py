@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,9 +42,10 @@ class _Lender:
         await self.host.manager.kv.shrink(self.session, self.range_id, 16 * slabs)
 
 
-def _scenario(body: Callable[[Host, _Lender], Coroutine[Any, Any, None]]) -> None:
+def _scenario(body: Callable[[Host, _Lender], Coroutine[Any, Any, None]], deadline_s: float = 30.0) -> None:
     async def scenario() -> None:
         host = Host(SLABS, 4)
+        host.manager.options = replace(host.manager.options, revoke_deadline_s=deadline_s)
         try:
             lender = _Lender(host)
             await lender.fill()
@@ -56,8 +58,10 @@ def _scenario(body: Callable[[Host, _Lender], Coroutine[Any, Any, None]]) -> Non
 
 
 async def _begin_growth(host: Host, session: Session, range_id: int, slabs: int) -> "asyncio.Task[Any]":
+    """A growth that waits for somebody's answer."""
     task = asyncio.create_task(host.manager.kv.grow(session, [(range_id, 16 * slabs)]))
-    await asyncio.sleep(0.02)
+    for _ in range(20):  # turns of the loop: nothing else is waited for before that
+        await asyncio.sleep(0)
     return task
 
 
@@ -67,7 +71,7 @@ def test_what_is_missing_is_asked_for_and_no_more() -> None:
     async def body(host: Host, lender: _Lender) -> None:
         await lender.keep(SLABS - 2)
         growing = await _begin_growth(host, host.session, host.range(), 5)
-        assert [(r.range_id, r.slabs, r.deadline_ms) for r in lender.asked] == [(lender.range_id, 3, 300)]
+        assert [(r.range_id, r.slabs, r.deadline_ms) for r in lender.asked] == [(lender.range_id, 3, 30_000)]
         assert not growing.done()
         await lender.keep(SLABS - 5)
         assert (await growing).free_slabs == 5
@@ -98,8 +102,8 @@ def test_two_that_wait_are_both_served() -> None:
         assert len(lender.asked) == 1
         await lender.keep(SLABS - 3)
         await first
-        await asyncio.sleep(0.05)
-        assert len(lender.asked) == 2
+        while len(lender.asked) < 2:
+            await asyncio.sleep(0.005)
         await lender.keep(SLABS - 6)
         assert (await second).free_slabs == 3
 
@@ -128,10 +132,10 @@ def test_a_silent_lender_is_asked_again_once_it_has_shrunk() -> None:
         await lender.keep(SLABS)
         growing = await _begin_growth(host, host.session, host.range(), 1)
         assert len(lender.asked) == 2
-        await lender.keep(SLABS - 1)
-        await growing
+        with pytest.raises(Exhausted):
+            await growing
 
-    _scenario(body)
+    _scenario(body, 0.2)
 
 
 def test_a_range_that_is_closed_while_it_grows_gets_nothing() -> None:
