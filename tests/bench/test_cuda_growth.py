@@ -37,7 +37,6 @@ GROWTH_SLABS = 6
 FREE_SLABS = 12
 CONFIG = """
 give_back_delay_s = 0
-heat_interval_s = 0.25
 log_level = "{}"
 log_format = "json"
 host_cap_bytes = {}

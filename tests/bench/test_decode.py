@@ -62,7 +62,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @contextmanager
 def opened(machine: Machine, path: Path, context: int, config: str = "") -> Iterator[Any]:
     """An engine with a daemon of its own."""
-    config = f"host_cap_bytes = {40 * GIB}\nheat_interval_s = 0.1\ngive_back_delay_s = 0.2\n{config}"
+    config = f"host_cap_bytes = {40 * GIB}\ngive_back_delay_s = 0.2\n{config}"
     with machine.daemon(config) as daemon, open_model_file(str(path)) as model_file:
         lines: list[str] = []
         with open_engine(

@@ -16,7 +16,6 @@ from tests.helpers.peer import Admin, Remote, SmallModel, client, public_model
 CONFIG = """
 slab_bytes = "64KiB"
 give_back_delay_s = 0.0
-heat_interval_s = 0.02
 floor_slots = 10
 [host]
 device_bytes = "1MiB"
@@ -72,6 +71,33 @@ def test_no_reader_ever_sees_another_experts_bytes(model: SmallModel) -> None:
     assert reads // 20 < on_device < reads
     assert generations > 200
     assert traded > 50
+
+
+def test_no_reader_ever_sees_another_experts_bytes_while_experts_are_exchanged(model: SmallModel) -> None:
+    """Nor while experts that a client routes to, others every time, take the slots of colder ones."""
+    seconds = 8.0
+    with running_daemon(CONFIG.replace("1MiB", "640KiB")) as daemon, ExitStack() as stack:
+        readers = [stack.enter_context(Remote(daemon.directory)) for _ in range(2)]
+        router = stack.enter_context(Remote(daemon.directory))
+        for peer in [*readers, router]:
+            peer.ask("open", model)
+        admin = stack.enter_context(Admin(daemon.directory))
+        before = admin.status().models[0]
+        assert before.resident == 45
+        for seed, peer in enumerate(readers):
+            peer.tell("count_reads", seconds, seed)
+        until, n = time.monotonic() + seconds, 0
+        while time.monotonic() < until:
+            router.ask("heat", n % model.n_layers, [(n * 7 + i) % 16 for i in range(12)], 300)
+            n += 1
+            time.sleep(0.1)
+        found = [peer.answer(seconds + 60) for peer in readers]
+        after = admin.status().models[0]
+    reads, on_device, wrong = (sum(values, type(values[0])()) for values in zip(*found, strict=True))
+    assert wrong == []
+    assert reads // 2 < on_device < reads
+    assert after.generation - before.generation > 60, "experts were hardly exchanged"
+    assert after.resident > 40
 
 
 def test_a_client_that_hears_late_reads_no_slab_that_has_gone(model: SmallModel) -> None:

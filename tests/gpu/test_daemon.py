@@ -22,7 +22,6 @@ from vmmd.errors import DriverError, Exhausted
 OTHER_UID = 12345
 CONFIG = """
 give_back_delay_s = {give_back_delay_s}
-heat_interval_s = 0.1
 revoke_deadline_ms = 3000
 host_cap_bytes = {host_cap_bytes}
 peer_access = "{peer_access}"

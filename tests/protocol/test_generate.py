@@ -51,19 +51,21 @@ def _kv_bytes(daemon: Daemon) -> int:
 
 
 def test_text_is_the_same_with_few_experts_resident_and_while_slots_are_traded() -> None:
-    """Token for token the same text with every expert resident, with the floor only, and trading in mid-sentence."""
+    """Token for token the same text with every expert resident, with few that are exchanged, and trading meanwhile."""
     arguments = (PROMPT, "--json", *BABBLE, "--max-tokens", "300", "--context", "512")
-    texts, traded = {}, {}
+    texts, traded, exchanged = {}, {}, {}
     for name, mib in (("resident", 64), ("trading", 12), ("floor", 7)):
         with running_daemon(CONFIG.format("", mib)) as running:
             done = running.generate(*arguments)
             texts[name] = _tokens(done)
             traded[name] = [line for line in _lines(done) if "expert cache gave" in line]
+            exchanged[name] = "experts.exchanged" in running.log.read_text()
     assert len(texts["resident"]) == 300
     assert texts["trading"] == texts["resident"]
     assert texts["floor"] == texts["resident"]
     assert traded["resident"] == []
     assert traded["trading"]
+    assert exchanged["floor"] and not exchanged["resident"]
     assert all(GROWTH.fullmatch(line) for line in traded["trading"])
 
 

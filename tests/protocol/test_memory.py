@@ -29,7 +29,6 @@ CONFIG = """
 slab_bytes = "64KiB"
 give_back_delay_s = 0.1
 revoke_deadline_ms = 1000
-heat_interval_s = 0.05
 floor_slots = 10
 {}
 [host]

@@ -1,10 +1,13 @@
-"""Heat: a decayed, per-session-normalised count of how often each expert was routed to.
+"""Heat: how often each expert is routed to, in routings a token, summed over a model's sessions.
 
-What clients write is numbers to clamp, nothing more. A session's contribution is
-routings a token, so that a fast session does not outvote a slow one; a prompt's
-tokens count less than decoded ones, since a prompt passes once.
+Each session has a vote: what share of its last tokens went to each expert. So a
+fast session does not outvote a slow one. Time plays no part: a vote is
+renewed by its own session's tokens, and one whose session is idle, or has gone,
+fades with the tokens that others decode. What clients write is numbers to clamp,
+nothing more.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +17,10 @@ F64 = npt.NDArray[np.float64]
 U64 = npt.NDArray[np.uint64]
 
 PROMPT_WEIGHT = 0.25
+"""Of a prompt beside decoded tokens: it passes once, and whole chunks of it need nearly every expert."""
+
+DOUBT_TOKENS = 8.0
+"""A vote of so many tokens counts half: a handful says little about an expert in a hundred."""
 
 
 @dataclass(frozen=True)
@@ -26,28 +33,120 @@ class Counts:
     prompt: U64  # [n]
 
 
-def contribution(before: Counts, now: Counts, routed_per_token: int) -> F64 | None:
-    """Heat that one session adds: routings a token since `before`, float64 ``[n]``.
+class Profile:
+    """Decayed counts of one kind of tokens: the last ones weigh most."""
 
-    None where it routed nothing, or the page makes no sense. An expert is routed
-    to at most once a token, and a token to `routed_per_token` (layers x top_k) of
-    them: whatever a page claims, a session adds no more than that.
+    def __init__(self, n: int, half_life_tokens: float) -> None:
+        self._counts: F64 = np.zeros(n, np.float64)
+        self._tokens = 0.0
+        self._half_life = half_life_tokens
+
+    def add(self, counts: F64, tokens: int) -> None:
+        """Adds the counts `[n]` of so many tokens, which weigh as if they had come one by one."""
+        left = kept(tokens, self._half_life)
+        weight = (1.0 - left) / (1.0 - kept(1, self._half_life))
+        self._counts = self._counts * left + counts * (weight / tokens)
+        self._tokens = self._tokens * left + weight
+
+    def share(self) -> F64:
+        """Routings a token `[n]`, 0 to 1; little after few tokens."""
+        return self._counts / (self._tokens + DOUBT_TOKENS)
+
+
+class Vote:
+    """What one session says."""
+
+    def __init__(self, start: Counts, routed_per_token: int, half_life_tokens: float) -> None:
+        """Counts from `start`; a token is routed to `routed_per_token` (layers x top_k) experts at most."""
+        n = len(start.decode)
+        self._before = start
+        self._routed = routed_per_token
+        self._half_life = half_life_tokens
+        self._decode, self._prompt = Profile(n, half_life_tokens), Profile(n, half_life_tokens / PROMPT_WEIGHT)
+        self._presence = 1.0
+        self._prompt_presence = PROMPT_WEIGHT
+
+    def count(self, now: Counts) -> int | None:
+        """Takes over what was routed since the last time.
+
+        Returns how many tokens were decoded, None where nothing came. Counts that run
+        ahead of their tokens wait for these; those that run backwards add nothing. An
+        expert is routed to at most once a token: whatever a page claims, a token adds no
+        more than `routed_per_token`.
+        """
+        before = self._before
+        tokens, prompt = now.tokens - before.tokens, now.prompt_tokens - before.prompt_tokens
+        if tokens == 0 and prompt == 0:
+            return None
+        self._before = now
+        if prompt > 0:
+            self._prompt.add(_clamped(before.prompt, now.prompt, prompt, self._routed), prompt)
+            self._prompt_presence = PROMPT_WEIGHT
+        if tokens > 0:
+            self._decode.add(_clamped(before.decode, now.decode, tokens, self._routed), tokens)
+            self._prompt_presence *= kept(tokens, self._half_life)
+        if tokens <= 0 and prompt <= 0:
+            return None
+        self._presence = 1.0
+        return max(tokens, 0)
+
+    def fade(self, tokens: float) -> None:
+        """Others decoded so many tokens while this session decoded none."""
+        self._presence *= kept(tokens, self._half_life)
+
+    def value(self) -> F64:
+        """Routings a token `[n]`: what it adds to the heat."""
+        return self._presence * (self._decode.share() + self._prompt_presence * self._prompt.share())
+
+
+def kept(tokens: float, half_life_tokens: float) -> float:
+    """The share of heat that is left after so many tokens."""
+    return float(0.5 ** min(tokens / half_life_tokens, 1000.0))
+
+
+def _clamped(before: U64, now: U64, tokens: int, routed_per_token: int) -> F64:
+    """Routings since `before` that so many tokens can have had."""
+    found = np.minimum(np.where(now > before, now - before, 0).astype(np.float64), tokens)
+    claimed = float(found.sum())
+    return found * min(1.0, routed_per_token * tokens / claimed) if claimed > 0 else found
+
+
+class Heat:
+    """A model's: the votes of its sessions, and of those that have gone.
+
+    Attributes:
+        left: float64 `[n]`, what sessions that have gone leave behind. It fades as
+            others decode, and never counts for more than one session.
     """
-    total = np.zeros(len(now.decode), np.float64)
-    for tokens, fresh, old, weight in (
-        (now.tokens - before.tokens, now.decode, before.decode, 1.0),
-        (now.prompt_tokens - before.prompt_tokens, now.prompt, before.prompt, PROMPT_WEIGHT),
-    ):
-        if tokens <= 0:
-            continue
-        delta = np.where(fresh > old, fresh - old, 0).astype(np.float64)
-        total += weight * np.minimum(delta, tokens) / tokens
-    claimed = float(total.sum())
-    if claimed <= 0:
-        return None
-    return total * min(1.0, routed_per_token / claimed)
 
+    def __init__(self, n: int, routed_per_token: int, half_life_tokens: float) -> None:
+        self.left: F64 = np.zeros(n, np.float64)
+        self._routed = routed_per_token
+        self._half_life = half_life_tokens
+        self._votes: dict[int, Vote] = {}
 
-def decayed(heat: F64, contributions: list[F64], decay: float) -> F64:
-    """The heat after one interval in which somebody routed; idle time decays nothing."""
-    return heat if not contributions else heat * decay + np.sum(contributions, axis=0)
+    def join(self, session_id: int, start: Counts) -> None:
+        """A session's page begins with these counts."""
+        self._votes[session_id] = Vote(start, self._routed, self._half_life)
+
+    def count(self, now: Mapping[int, Counts]) -> bool:
+        """Takes over what the sessions' pages say now, by session; whether anything was routed."""
+        decoded = {session_id: self._votes[session_id].count(counts) for session_id, counts in now.items()}
+        came = [tokens for tokens in decoded.values() if tokens is not None]
+        most = max(came, default=0)
+        if most > 0:
+            self.left = self.left * kept(most, self._half_life)
+            for session_id, vote in self._votes.items():
+                if not decoded.get(session_id):
+                    vote.fade(most)
+        return bool(came)
+
+    def leave(self, session_id: int) -> None:
+        """A session has gone; its last page was counted."""
+        left = self.left + self._votes.pop(session_id).value()
+        total = float(left.sum())
+        self.left = left * min(1.0, self._routed / total) if total > 0 else left
+
+    def value(self) -> F64:
+        """The heat, float64 `[n]`."""
+        return sum((vote.value() for vote in self._votes.values()), start=self.left.copy())

@@ -250,6 +250,11 @@ class Arena:
         missing = np.flatnonzero(~self.resident & self.home_ready & (self.geometry.slot_bytes == slot_bytes))
         return missing[np.argsort(-self.heat[missing], kind="stable")]
 
+    def can_refill(self) -> bool:
+        """Whether an expert is missing that an empty slot has room for."""
+        sizes = {slab.slot_bytes for part in self.parts for slab in part.slabs.values() if slab.empty}
+        return bool(sizes) and not sizes.isdisjoint(self.missing_classes())
+
     def missing_classes(self) -> list[int]:
         """Size classes that have missing experts, the one with most missing heat first."""
         missing = ~self.resident & self.home_ready

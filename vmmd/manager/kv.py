@@ -137,7 +137,7 @@ class KvRanges:
         if not requests:
             return Grown(0, records, 0, [])
         for model in self._manager.models.values():
-            self._manager.upkeep.refresh_heat(model)
+            model.count_heat()
         granted = await self._manager.slabs.provide(requests)
         if session.ended or any(r.closed for r in records):
             self._manager.releases.take_back(

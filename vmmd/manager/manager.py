@@ -17,6 +17,7 @@ import structlog
 from strata_api.v1 import memory_pb2, pages
 
 from vmmd.core import arbiter, geometry
+from vmmd.core.heat import Heat
 from vmmd.core.ledger import DeviceRecord, Ledger, RangeKind, RangeRecord, SessionRecord
 from vmmd.core.residency import Arena, Part
 from vmmd.driver.base import Driver
@@ -28,6 +29,7 @@ from vmmd.manager.files import FileIdentity, identify
 from vmmd.manager.kv import KvRanges
 from vmmd.manager.model import Model
 from vmmd.manager.physical import PhysicalSlabs
+from vmmd.manager.placement import Placement
 from vmmd.manager.recalls import Recalls
 from vmmd.manager.releases import Releases
 from vmmd.manager.session import BatchItem, Kind, Session
@@ -46,8 +48,8 @@ class Options:
     give_back_delay_s: float = 5.0
     quiesce_deadline_s: float = 2.0
     revoke_deadline_s: float = 5.0
-    heat_decay: float = 0.7
-    heat_interval_s: float = 1.0
+    heat_half_life_tokens: float = 128.0
+    placement_bytes_per_s: int = 8 << 30
     sessions_per_user_max: int = 64
     ranges_per_session_max: int = 256
     files_max: int = 1024
@@ -84,6 +86,7 @@ class Manager:
         self.slabs = Slabs(self)
         self.kv = KvRanges(self)
         self.devices = Devices(self)
+        self.placement = Placement(self)
         self.upkeep = Upkeep(self)
 
     # Sessions
@@ -195,8 +198,7 @@ class Manager:
                 raise LeaseRevoked("the session ended while it opened a model")
             if model not in session.attached:
                 session.attach(model)
-                session.heat[model.model_id] = HeatPage(checked.n)
-                model.sessions.append(session)
+                model.join(session, HeatPage(checked.n))
             model.idle_since_s = None
             return model, shared
         finally:
@@ -243,6 +245,7 @@ class Manager:
             self.physical,
             self.options.quiesce_deadline_s,
             asyncio.get_running_loop().create_future(),
+            Heat(checked.n, checked.n_layers * checked.top_k, self.options.heat_half_life_tokens),
         )
 
     def grant_model(self, session: Session, model: Model) -> tuple[int, int]:
@@ -272,11 +275,9 @@ class Manager:
 
     def detach(self, session: Session, model: Model) -> None:
         """The session reads the model no more."""
-        self.upkeep.roll_heat(model)
         self.figures.look_at(model)
         session.attached[session.attachment(model)] = None
-        session.heat.pop(model.model_id).page.close()
-        model.sessions.remove(session)
+        model.leave(session)
         if not model.sessions:
             model.idle_since_s = time.monotonic()
 
@@ -359,6 +360,7 @@ class Manager:
     async def close(self) -> None:
         """Ends everything; clients keep what they have mapped."""
         await self.upkeep.stop()
+        await self.placement.stop()
         for model in self.models.values():
             model.closed = True
         self.executor.shutdown(wait=False, cancel_futures=True)

@@ -16,6 +16,7 @@ import structlog
 from strata_api.v1 import memory_pb2, pages
 
 from vmmd.core.generations import is_behind
+from vmmd.core.heat import Heat
 from vmmd.core.ledger import RangeRecord
 from vmmd.core.residency import F64, NOWHERE, Arena
 from vmmd.driver import membarrier
@@ -23,7 +24,7 @@ from vmmd.driver.base import Driver, Slab
 from vmmd.manager.figures import ModelFigures
 from vmmd.manager.files import FileIdentity
 from vmmd.manager.session import Session
-from vmmd.manager.shared import ResidencyTable
+from vmmd.manager.shared import HeatPage, ResidencyTable
 
 log = structlog.get_logger("vmmd.model")
 
@@ -68,6 +69,7 @@ class Model:
     slabs: Mapping[int, Slab]  # physical slabs by id
     quiesce_deadline_s: float
     ready: "asyncio.Future[None]"
+    heat: Heat
     sessions: list[Session] = field(default_factory=list)
     figures: ModelFigures = field(default_factory=ModelFigures)
     filled_bytes: int = 0
@@ -78,14 +80,15 @@ class Model:
     working: int = 0  # fills and trades under way: its descriptors and table are needed
     idle_since_s: float | None = None
     stuck_pids: tuple[int, ...] = ()
-    heat_before: F64 = field(init=False)  # at the start of the heat interval
+    exchanged: int = 0  # experts that took a colder one's slot
+    moved_s: F64 = field(init=False)  # [n] when an expert last came or went so
     background: "asyncio.Task[None] | None" = None  # makes and fills the homes
     tasks: "set[asyncio.Task[None]]" = field(default_factory=set)  # wait for stuck readers
     releasing: "set[asyncio.Task[None]]" = field(default_factory=set)  # wait to release slots
     unmapping: list[Unmapping] = field(default_factory=list)  # see `vmmd.manager.trading.withheld`
 
     def __post_init__(self) -> None:
-        self.heat_before = self.arena.heat
+        self.moved_s = np.full(self.arena.geometry.n, -np.inf)
 
     @property
     def movable(self) -> bool:
@@ -103,6 +106,29 @@ class Model:
         away = place[:, 0] == NOWHERE
         self.table.send_home(experts[away])
         self.table.set_entries(experts[~away], pages.TIER_DEVICE, *place[~away].T)
+
+    # Sessions
+
+    def join(self, session: Session, page: HeatPage) -> None:
+        """A session reads it from now on, and counts its routing in `page`."""
+        session.heat[self.model_id] = page
+        self.sessions.append(session)
+        self.heat.join(session.session_id, page.counts())
+
+    def leave(self, session: Session) -> None:
+        """The session reads it no more."""
+        self.count_heat()
+        self.heat.leave(session.session_id)
+        session.heat.pop(self.model_id).page.close()
+        self.sessions.remove(session)
+
+    def count_heat(self) -> bool:
+        """Brings the arena's heat up to date; whether anything was routed since the last time."""
+        counts = {s.session_id: s.heat[self.model_id].counts() for s in self.sessions if not s.ended}
+        routed = self.heat.count(counts)
+        if routed:
+            self.arena.heat = self.heat.value()
+        return routed
 
     # Generations
 

@@ -120,7 +120,6 @@ class HeatPage:
     def __init__(self, n: int) -> None:
         self.n = n
         self.page = SharedPage("heat", pages.heat_bytes(n), read_only=False)
-        self.before = self.counts()
         self.seen = self.counts()  # what the figures have taken over
 
     def counts(self) -> Counts:

@@ -8,7 +8,8 @@ older generations behind:
 3. publish the newcomers there, unpublish the victims; wait
 4. the slab leaves the arena
 
-An expert that is unpublished is read from its home, so no step ever waits.
+An expert that is unpublished is read from its home, so no step ever waits. An
+`exchange` is the first two steps with newcomers from their homes.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ import numpy.typing as npt
 import structlog
 
 from vmmd.core.arbiter import ArenaTrade
+from vmmd.core.placement import Exchange
 from vmmd.core.residency import BUSY, EMPTY
 from vmmd.errors import VmmError
 from vmmd.manager import filling
@@ -99,6 +101,31 @@ async def _finish(model: Model, trade: ArenaTrade, generation: int) -> None:
     except Stuck as stuck:
         raise StuckVictims(stuck, generation) from None
     _take_out(model, trade)
+
+
+async def exchange(model: Model, chosen: Exchange) -> None:
+    """Lets experts take the slots of others, which are read from their homes from now on.
+
+    Errors: `Stuck`, `VmmError`, `OSError`. The slots are empty then: at once, or when
+    the stuck readers have moved on.
+    """
+    arena, slots = model.arena, chosen.slots
+    for expert in chosen.outgoing.tolist():
+        arena.vacate(expert)
+    model.point(chosen.outgoing)
+    generation = model.table.bump()
+    model.working += 1
+    try:
+        await model.quiesce(generation, model.quiesce_deadline_s)
+        await filling.fill(model, filling.slots(model, chosen.incoming, slots))
+    except Stuck:
+        _release_later(model, slots, generation)
+        raise
+    except (VmmError, OSError):
+        arena.release_all(filling.not_settled(model, chosen.incoming, slots))
+        raise
+    finally:
+        model.working -= 1
 
 
 def _busy_slots(model: Model, trade: ArenaTrade) -> I64:

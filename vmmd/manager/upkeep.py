@@ -1,4 +1,4 @@
-"""Upkeep: heat, giving slabs back to arenas, quarantine, other programs, stale files.
+"""Upkeep: heat, giving slabs back to arenas, exchanges, quarantine, other programs, stale files.
 
 One task that wakes every quarter of a second, or at once when memory came back.
 """
@@ -6,11 +6,12 @@ One task that wakes every quarter of a second, or at once when memory came back.
 import asyncio
 import time
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import structlog
 
-from vmmd.core import arbiter, heat
+from vmmd.core import arbiter
 from vmmd.core.ledger import Ledger, RangeRecord
 from vmmd.core.residency import Arena
 from vmmd.errors import StaleGeneration, VmmError
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger("vmmd.upkeep")
 
 TICK_S = 0.25
+FILES_S = 1.0
+"""Between two looks at whether models' files have changed."""
+
 REFILL_BYTES = 8 << 30
 """Filled before anything else is looked at."""
 
@@ -35,7 +39,7 @@ class Upkeep:
         self._manager = manager
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._heat_due_s = 0.0
+        self._files_due_s = 0.0
         self._no_room_s: dict[str, float] = {}  # by device: when there was last no room for another slab
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -60,10 +64,9 @@ class Upkeep:
                 await self._tick()
             except Exception:
                 log.exception("upkeep.failed")
-            try:
-                await asyncio.wait_for(self._woken.wait(), TICK_S)
-            except TimeoutError:
-                pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):  # wait_for may swallow a cancellation
+                    await self._woken.wait()
             self._woken.clear()
 
     async def _tick(self) -> None:
@@ -72,10 +75,12 @@ class Upkeep:
         manager.devices.measure()
         manager.figures.tick()
         now = time.monotonic()
-        if now >= self._heat_due_s:
-            self._heat_due_s = now + manager.options.heat_interval_s
+        for model in manager.models.values():
+            if model.count_heat():
+                manager.placement.begin(model)
+        if now >= self._files_due_s:
+            self._files_due_s = now + FILES_S
             for model in manager.models.values():
-                self.roll_heat(model)
                 self._check_files(model)
         for device in manager.ledger.devices.values():
             balance = manager.ledger.balance_slabs(device.uuid)
@@ -94,24 +99,6 @@ class Upkeep:
         task = asyncio.create_task(self._manager.slabs.shed(device, count))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    # Heat
-
-    def refresh_heat(self, model: Model) -> None:
-        """The arena's heat, with what was routed since the interval began."""
-        routed = model.arena.geometry.n_layers * model.arena.geometry.top_k
-        pages = [s.heat[model.model_id] for s in model.sessions if not s.ended]
-        found = [heat.contribution(page.before, page.counts(), routed) for page in pages]
-        fresh = [c for c in found if c is not None]
-        model.arena.heat = heat.decayed(model.heat_before, fresh, self._manager.options.heat_decay)
-
-    def roll_heat(self, model: Model) -> None:
-        """Ends an interval: what was routed in it is decayed from now on."""
-        self.refresh_heat(model)
-        model.heat_before = model.arena.heat
-        for session in model.sessions:
-            page = session.heat[model.model_id]
-            page.before = page.counts()
 
     # Files
 
@@ -136,10 +123,14 @@ class Upkeep:
             except VmmError as error:
                 log.warning("arena.not_grown", model=model.model_id, slabs=len(sizes), why=error.message)
         try:
-            while model.movable and await filling.refill(model, REFILL_BYTES):
+            while self._may_refill(model) and await filling.refill(model, REFILL_BYTES):
                 pass
         except (VmmError, OSError) as error:
             log.warning("model.refill_failed", model=model.model_id, why=str(error))
+
+    def _may_refill(self, model: Model) -> bool:
+        """Not while experts are exchanged, lest one come twice; exchanges end where slots are empty."""
+        return model.movable and not self._manager.placement.is_under_way(model)
 
     def _returnable(self, record: RangeRecord) -> int:
         """Slabs of the range's device that can go to an arena now: none that was traded a moment ago."""
