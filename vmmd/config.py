@@ -97,6 +97,12 @@ def _text(value: Any, key: str) -> str:
     return value
 
 
+def _directory(value: Any, key: str) -> str:
+    if not isinstance(value, str) or not (value in ("auto", "off") or (value.isprintable() and value.startswith("/"))):
+        raise _refuse(key, value, 'an absolute path, "auto" or "off"')
+    return value
+
+
 def _uuids(value: Any, key: str) -> tuple[str, ...]:
     if not isinstance(value, list):
         raise _refuse(key, value, "a list of strings")
@@ -213,6 +219,7 @@ class Config:
     revoke_deadline_ms: int = _key(5000, _integer(1, 3_600_000))
     heat_half_life_tokens: float = _key(128.0, _number(1, 1_000_000))
     placement_bytes_per_s: int = _key(8 * GIB, _size(auto=False))
+    state_dir: str = _key("auto", _directory)
     log_level: str = _key("info", _choice("debug", "info", "warning", "error"))
     log_format: str = _key("auto", _choice("auto", "json", "console"))
     metrics_port: int = _key(0, _integer(0, 65535))

@@ -25,7 +25,7 @@ from vmmd.driver import membarrier
 from vmmd.driver.base import Driver
 from vmmd.driver.host_memfd import HostDriver
 from vmmd.errors import InvalidRequest, NoDevice, Unavailable, VmmError
-from vmmd.manager import Manager
+from vmmd.manager import Manager, profiles
 from vmmd.manager.manager import Options
 from vmmd.server.server import Server
 
@@ -212,6 +212,7 @@ def _options(config: configuration.Config) -> Options:
         revoke_deadline_s=config.revoke_deadline_ms / 1000,
         heat_half_life_tokens=config.heat_half_life_tokens,
         placement_bytes_per_s=config.placement_bytes_per_s,
+        state_dir=profiles.state_directory(config.state_dir),
         sessions_per_user_max=config.limits.sessions_per_user_max,
         ranges_per_session_max=config.limits.ranges_per_session_max,
         files_max=config.limits.files_max,

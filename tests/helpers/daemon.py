@@ -27,6 +27,7 @@ class Daemon:
         driver: which one.
         program: how Python is told to run it.
         environment: what is added to this process's own.
+        state_dir: where it keeps what it learns; its own unless given.
     """
 
     def __init__(
@@ -36,11 +37,14 @@ class Daemon:
         driver: str = "host",
         program: Sequence[str] = VMMD,
         environment: Mapping[str, str] | None = None,
+        state_dir: Path | None = None,
     ) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="st-", dir="/tmp"))
         self.log = self.directory / "log"
+        self.state_dir = state_dir or self.directory / "state"
         self._clients: list[subprocess.Popen[bytes]] = []
-        (self.directory / "vmmd.toml").write_text(f'driver = "{driver}"\n' + config)
+        own = f'driver = "{driver}"\nstate_dir = "{self.state_dir}"\n'
+        (self.directory / "vmmd.toml").write_text(own + config)
         argv = [sys.executable, *program, "--runtime-dir", os.fspath(self.directory)]
         argv += ["--config", os.fspath(self.directory / "vmmd.toml")]
         with self.log.open("wb") as log:

@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from tests.helpers.faulty_driver import FaultyDriver
@@ -30,10 +31,11 @@ class Host:
         homes_slabs: int = 20,
         n_devices: int = 1,
         wrap: Callable[[HostDriver], FaultyDriver] = FaultyDriver,
+        state_dir: Path | None = None,
     ) -> None:
         devices = [(f"SIM-{i}", "simulated", device_slabs * SLAB_BYTES) for i in range(n_devices)]
         self.inner = HostDriver(devices, homes_slabs * SLAB_BYTES)
-        self._compose(wrap(self.inner), SLAB_BYTES, 1 << 62)
+        self._compose(wrap(self.inner), SLAB_BYTES, 1 << 62, state_dir)
 
     @classmethod
     def over(cls, driver: FaultyDriver, slab_bytes: int, slabs: int) -> "Host":
@@ -42,7 +44,7 @@ class Host:
         made._compose(driver, slab_bytes, slabs * slab_bytes)
         return made
 
-    def _compose(self, driver: FaultyDriver, slab_bytes: int, cap_bytes: int) -> None:
+    def _compose(self, driver: FaultyDriver, slab_bytes: int, cap_bytes: int, state_dir: Path | None = None) -> None:
         self.driver = driver
         records = [
             DeviceRecord(
@@ -50,9 +52,8 @@ class Host:
             )
             for d in self.driver.devices()
         ]
-        self.manager = Manager(
-            self.driver, records, Options(floor_slots=10, quiesce_deadline_s=0.2, revoke_deadline_s=0.3)
-        )
+        options = Options(floor_slots=10, quiesce_deadline_s=0.2, revoke_deadline_s=0.3, state_dir=state_dir)
+        self.manager = Manager(self.driver, records, options)
         self.session = self.connect("user")
         self._files = 0
         self.notices: list[str] = []

@@ -112,6 +112,7 @@ def test_all_values(tmp_path: Path) -> None:
         ("heat_half_life_tokens = nan", "heat_half_life_tokens = nan: must be"),
         ('heat_half_life_tokens = "1"', "heat_half_life_tokens = '1'"),
         ("placement_bytes_per_s = -1", "placement_bytes_per_s = -1: must be"),
+        ('state_dir = "here"', "state_dir = 'here': must be an absolute path"),
         ("quiesce_deadline_ms = 0", "quiesce_deadline_ms = 0: must be an integer from 1"),
         ("admin_users = 'root'", "admin_users = 'root': must be a list of user names or user ids"),
         ("admin_users = [-1]", "admin_users = [-1]"),

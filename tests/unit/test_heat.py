@@ -161,3 +161,20 @@ def test_inputs_stay() -> None:
     heat_of(now, start=before)
     assert before.decode.tolist() == [1, 2, 3, 4]
     assert now.decode.tolist() == [9, 9, 9, 9]
+
+
+def test_what_is_learned_outlives_conversations() -> None:
+    """What many conversations routed to is remembered long after their votes have faded, and recalled as one vote."""
+    heat = Heat(N, ROUTED, HALF_LIFE)
+    heat.join(1, NOTHING)
+    heat.count({1: counts(2000, [2000, 0, 0, 0])})
+    heat.count({1: counts(4000, [2000, 2000, 0, 0])})
+    assert heat.value()[0] < 0.01
+    learned = heat.learned()
+    np.testing.assert_allclose(learned, [0.46, 0.54, 0, 0], atol=0.02)
+    again = Heat(N, ROUTED, HALF_LIFE)
+    again.recall(learned)
+    np.testing.assert_array_equal(again.value(), learned)
+    np.testing.assert_allclose(again.learned(), learned, atol=0.01)
+    again.recall(np.ones(N))
+    assert again.value().sum() <= ROUTED + 1e-9

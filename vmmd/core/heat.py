@@ -22,6 +22,9 @@ PROMPT_WEIGHT = 0.25
 DOUBT_TOKENS = 8.0
 """A vote of so many tokens counts half: a handful says little about an expert in a hundred."""
 
+LEARNED_HALF_LIVES = 64
+"""Of votes, in one of what is learned of a model: many conversations."""
+
 
 @dataclass(frozen=True)
 class Counts:
@@ -41,7 +44,7 @@ class Profile:
         self._tokens = 0.0
         self._half_life = half_life_tokens
 
-    def add(self, counts: F64, tokens: int) -> None:
+    def add(self, counts: F64, tokens: float) -> None:
         """Adds the counts `[n]` of so many tokens, which weigh as if they had come one by one."""
         left = kept(tokens, self._half_life)
         weight = (1.0 - left) / (1.0 - kept(1, self._half_life))
@@ -56,10 +59,14 @@ class Profile:
 class Vote:
     """What one session says."""
 
-    def __init__(self, start: Counts, routed_per_token: int, half_life_tokens: float) -> None:
-        """Counts from `start`; a token is routed to `routed_per_token` (layers x top_k) experts at most."""
+    def __init__(self, start: Counts, routed_per_token: int, half_life_tokens: float, learned: Profile) -> None:
+        """Counts from `start`, into `learned`, too.
+
+        A token is routed to `routed_per_token` (layers x top_k) experts at most.
+        """
         n = len(start.decode)
         self._before = start
+        self._learned = learned
         self._routed = routed_per_token
         self._half_life = half_life_tokens
         self._decode, self._prompt = Profile(n, half_life_tokens), Profile(n, half_life_tokens / PROMPT_WEIGHT)
@@ -80,10 +87,14 @@ class Vote:
             return None
         self._before = now
         if prompt > 0:
-            self._prompt.add(_clamped(before.prompt, now.prompt, prompt, self._routed), prompt)
+            counts = _clamped(before.prompt, now.prompt, prompt, self._routed)
+            self._prompt.add(counts, prompt)
+            self._learned.add(PROMPT_WEIGHT * counts, PROMPT_WEIGHT * prompt)
             self._prompt_presence = PROMPT_WEIGHT
         if tokens > 0:
-            self._decode.add(_clamped(before.decode, now.decode, tokens, self._routed), tokens)
+            counts = _clamped(before.decode, now.decode, tokens, self._routed)
+            self._decode.add(counts, tokens)
+            self._learned.add(counts, tokens)
             self._prompt_presence *= kept(tokens, self._half_life)
         if tokens <= 0 and prompt <= 0:
             return None
@@ -121,13 +132,24 @@ class Heat:
 
     def __init__(self, n: int, routed_per_token: int, half_life_tokens: float) -> None:
         self.left: F64 = np.zeros(n, np.float64)
+        self._learned = Profile(n, LEARNED_HALF_LIVES * half_life_tokens)
         self._routed = routed_per_token
         self._half_life = half_life_tokens
         self._votes: dict[int, Vote] = {}
 
+    def recall(self, learned: F64) -> None:
+        """Begins with what `learned` returned another time, 0 to 1, as if a session had left it behind."""
+        tokens = LEARNED_HALF_LIVES * self._half_life
+        self._learned.add(learned * tokens, tokens)
+        self.left = self._one_vote(learned)
+
+    def learned(self) -> F64:
+        """Routings a token `[n]` over many conversations, 0 to 1: for the next time that the model is filled."""
+        return self._learned.share()
+
     def join(self, session_id: int, start: Counts) -> None:
         """A session's page begins with these counts."""
-        self._votes[session_id] = Vote(start, self._routed, self._half_life)
+        self._votes[session_id] = Vote(start, self._routed, self._half_life, self._learned)
 
     def count(self, now: Mapping[int, Counts]) -> bool:
         """Takes over what the sessions' pages say now, by session; whether anything was routed."""
@@ -143,9 +165,11 @@ class Heat:
 
     def leave(self, session_id: int) -> None:
         """A session has gone; its last page was counted."""
-        left = self.left + self._votes.pop(session_id).value()
-        total = float(left.sum())
-        self.left = left * min(1.0, self._routed / total) if total > 0 else left
+        self.left = self._one_vote(self.left + self._votes.pop(session_id).value())
+
+    def _one_vote(self, heat: F64) -> F64:
+        total = float(heat.sum())
+        return heat * min(1.0, self._routed / total) if total > 0 else heat
 
     def value(self) -> F64:
         """The heat, float64 `[n]`."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import structlog
 from strata_api.v1 import memory_pb2, pages
@@ -30,6 +31,7 @@ from vmmd.manager.kv import KvRanges
 from vmmd.manager.model import Model
 from vmmd.manager.physical import PhysicalSlabs
 from vmmd.manager.placement import Placement
+from vmmd.manager.profiles import Profiles, key_of
 from vmmd.manager.recalls import Recalls
 from vmmd.manager.releases import Releases
 from vmmd.manager.session import BatchItem, Kind, Session
@@ -50,6 +52,7 @@ class Options:
     revoke_deadline_s: float = 5.0
     heat_half_life_tokens: float = 128.0
     placement_bytes_per_s: int = 8 << 30
+    state_dir: Path | None = None
     sessions_per_user_max: int = 64
     ranges_per_session_max: int = 256
     files_max: int = 1024
@@ -87,6 +90,7 @@ class Manager:
         self.kv = KvRanges(self)
         self.devices = Devices(self)
         self.placement = Placement(self)
+        self.profiles = Profiles(options.state_dir)
         self.upkeep = Upkeep(self)
 
     # Sessions
@@ -246,6 +250,7 @@ class Manager:
             self.options.quiesce_deadline_s,
             asyncio.get_running_loop().create_future(),
             Heat(checked.n, checked.n_layers * checked.top_k, self.options.heat_half_life_tokens),
+            key_of(domain, identities, checked.digest),
         )
 
     def grant_model(self, session: Session, model: Model) -> tuple[int, int]:
@@ -284,10 +289,17 @@ class Manager:
     async def drop_model(self, model: Model) -> None:
         """Gives up an idle model whole."""
         self.forget_model(model)
+        self.save_profile(model)
         await model.stop()
         model.close()
         self.discard_ranges(model)
         log.info("model.dropped", model=model.model_id, name=model.name)
+
+    def save_profile(self, model: Model) -> None:
+        """Keeps what was learned of a model, if anything was since the last time."""
+        if model.learned_more:
+            model.learned_more = False
+            self.profiles.save(model.profile_key, model.heat.learned())
 
     def forget_model(self, model: Model) -> None:
         """Nobody can open it any more."""
@@ -363,6 +375,9 @@ class Manager:
         await self.placement.stop()
         for model in self.models.values():
             model.closed = True
+            model.count_heat()
+            self.save_profile(model)
+        self.profiles.close()
         self.executor.shutdown(wait=False, cancel_futures=True)
         self.physical.close()
         self.driver.close()

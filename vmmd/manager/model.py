@@ -70,6 +70,7 @@ class Model:
     quiesce_deadline_s: float
     ready: "asyncio.Future[None]"
     heat: Heat
+    profile_key: str
     sessions: list[Session] = field(default_factory=list)
     figures: ModelFigures = field(default_factory=ModelFigures)
     filled_bytes: int = 0
@@ -81,6 +82,7 @@ class Model:
     idle_since_s: float | None = None
     stuck_pids: tuple[int, ...] = ()
     exchanged: int = 0  # experts that took a colder one's slot
+    learned_more: bool = False  # since its profile was saved
     moved_s: F64 = field(init=False)  # [n] when an expert last came or went so
     background: "asyncio.Task[None] | None" = None  # makes and fills the homes
     tasks: "set[asyncio.Task[None]]" = field(default_factory=set)  # wait for stuck readers
@@ -128,6 +130,7 @@ class Model:
         routed = self.heat.count(counts)
         if routed:
             self.arena.heat = self.heat.value()
+            self.learned_more = True
         return routed
 
     # Generations

@@ -40,6 +40,7 @@ async def run(manager: "Manager", model: Model) -> None:
     homes: Homes | None = None
     began = time.monotonic()
     try:
+        await _recall(manager, model)
         await _provide(manager, model)
         experts, places = _place(model)
         provided_s = time.monotonic() - began
@@ -82,14 +83,26 @@ async def run(manager: "Manager", model: Model) -> None:
         model.ready.exception()  # retrieved, should nobody wait
 
 
+async def _recall(manager: "Manager", model: Model) -> None:
+    """Begins with the heat that was learned of the model another time."""
+    loop = asyncio.get_running_loop()
+    n = model.arena.geometry.n
+    learned = await loop.run_in_executor(manager.executor, manager.profiles.load, model.profile_key, n)
+    if learned is not None:
+        model.heat.recall(learned)
+        model.arena.heat = model.heat.value()
+
+
 async def _provide(manager: "Manager", model: Model) -> None:
     """Leases slabs: weights and the arena's floor at least, then as much as is free. Plans the homes."""
     ledger, arena, geometry = manager.ledger, model.arena, model.arena.geometry
     host = model.homes
     host_bytes = ledger.devices[host.device].slab_bytes
-    order = np.arange(geometry.n)
-    homes = min(slabs_needed(geometry, host_bytes), _obtainable(manager, model, host.device))
-    arena.plan_homes(host_bytes, homes, order[::-1])
+    wanted = slabs_needed(geometry, host_bytes)
+    homes = min(wanted, _obtainable(manager, model, host.device))
+    hottest = np.argsort(-arena.heat, kind="stable")
+    order = hottest[::-1] if homes < wanted else _slotless_first(manager, model, hottest)
+    arena.plan_homes(host_bytes, homes, order)
     pinned = np.flatnonzero(arena.home[:, 0] == NOWHERE)
     floor = _floor_slabs(model, pinned)
     first = model.ranges[0]
@@ -113,6 +126,19 @@ async def _provide(manager: "Manager", model: Model) -> None:
         sizes = assign_classes(geometry, arena.parts[p].slab_bytes, len(record.slabs))
         for index, slot_bytes in zip(sorted(record.slabs), _pinned_first(model, pinned, sizes, p), strict=True):
             arena.add_slab(p, index, slot_bytes)
+
+
+def _slotless_first(manager: "Manager", model: Model, hottest: I64) -> I64:
+    """Experts that will hardly find a slot, then the others: steps start when the former have homes.
+
+    Each of the two from the last on: pieces that lie together in the file are filled together.
+    """
+    ledger, geometry = manager.ledger, model.arena.geometry
+    free_bytes = sum(
+        arbiter.free_for(ledger, r.device, r.domain) * ledger.devices[r.device].slab_bytes for r in model.ranges
+    )
+    room = max(0, free_bytes - geometry.weights_bytes) * geometry.n // geometry.experts_bytes
+    return np.concatenate([np.sort(some)[::-1] for some in (hottest[room:], hottest[:room])])
 
 
 def _obtainable(manager: "Manager", model: Model, device: str) -> int:
@@ -148,7 +174,7 @@ def _pinned_first(model: Model, pinned: I64, sizes: list[int], part: int) -> lis
 
 
 def _place(model: Model) -> tuple[I64, I64]:
-    """Reserves slots, for pinned experts first, then in order; returns experts and their slots ``[k, 3]``."""
+    """Reserves slots, for pinned experts and the hottest others; returns experts and their slots ``[k, 3]``."""
     arena = model.arena
     has_home = arena.home[:, 0] != NOWHERE
     found: list[tuple[I64, I64]] = []
@@ -158,10 +184,12 @@ def _place(model: Model) -> tuple[I64, I64]:
         for slot_bytes, slots in arena.empty_slots(part).items():
             free.setdefault(slot_bytes, []).append(slots)
     for slot_bytes, of_class in classes(arena.geometry):
-        experts = np.concatenate((of_class[~has_home[of_class]], of_class[has_home[of_class]]))
         places = np.concatenate(free.get(slot_bytes, [np.zeros((0, 3), np.int64)]))
-        homeless += int((~has_home[experts[len(places) :]]).sum())
-        found.append((experts[: len(places)], places[: len(experts)]))
+        pinned, others = of_class[~has_home[of_class]], of_class[has_home[of_class]]
+        homeless += max(0, len(pinned) - len(places))
+        hottest = others[np.argsort(-arena.heat[others], kind="stable")[: max(0, len(places) - len(pinned))]]
+        experts = np.concatenate((pinned[: len(places)], np.sort(hottest)))  # in their order, as in the file
+        found.append((experts, places[: len(experts)]))
     if homeless:
         raise Exhausted(
             f"{homeless} experts of model {model.name!r} fit neither the device's cap nor the host's;"

@@ -1,4 +1,4 @@
-"""Upkeep: heat, giving slabs back to arenas, exchanges, quarantine, other programs, stale files.
+"""Upkeep: heat, giving slabs back to arenas, exchanges, quarantine, other programs, stale files, profiles.
 
 One task that wakes every quarter of a second, or at once when memory came back.
 """
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger("vmmd.upkeep")
 
 TICK_S = 0.25
+PROFILES_S = 60.0
+"""Between two times that what was learned is saved, beside when a model is dropped and when the daemon leaves."""
+
 FILES_S = 1.0
 """Between two looks at whether models' files have changed."""
 
@@ -40,6 +43,7 @@ class Upkeep:
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._files_due_s = 0.0
+        self._profiles_due_s = time.monotonic() + PROFILES_S
         self._no_room_s: dict[str, float] = {}  # by device: when there was last no room for another slab
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -82,6 +86,10 @@ class Upkeep:
             self._files_due_s = now + FILES_S
             for model in manager.models.values():
                 self._check_files(model)
+        if now >= self._profiles_due_s:
+            self._profiles_due_s = now + PROFILES_S
+            for model in manager.models.values():
+                manager.save_profile(model)
         for device in manager.ledger.devices.values():
             balance = manager.ledger.balance_slabs(device.uuid)
             if balance < 1:
