@@ -18,9 +18,10 @@ SHARED_BYTES_ANYWHERE = 99 * 1024
 """Of a block, on every GPU from sm_80 on."""
 
 SHARED_BYTES_DEEP = 148 * 1024
-"""Two stages of the widest usual tiles; where a block can have so much."""
+"""Two stages of the widest usual tiles; where that leaves room for the kernels beside it."""
 
 _STAGES_MAX = 4
+_BESIDE_BYTES = 64 * 1024
 _TILE = 16
 
 
@@ -90,6 +91,11 @@ class AttendShape(NamedTuple):
     name: str
     threads: int
     shared_bytes: int
+
+
+def shared_bytes_max(of_a_block: int) -> int:
+    """What a block of ``attend`` should have where it may have so much."""
+    return SHARED_BYTES_DEEP if of_a_block >= SHARED_BYTES_DEEP + _BESIDE_BYTES else SHARED_BYTES_ANYWHERE
 
 
 def attend_shape(

@@ -210,7 +210,10 @@ class Decoder:
             buffers["rope"], step, ctypes.c_double(params.rope_freq_base), ctypes.c_double(params.rope_scale),
             params.head_dim,
         )  # fmt: skip
-        attend = attention.attend_shape(self._kv_type, params.head_dim, params.n_heads // params.n_kv_heads)
+        attend = attention.attend_shape(
+            self._kv_type, params.head_dim, params.n_heads // params.n_kv_heads,
+            attention.shared_bytes_max(self._device.shared_bytes_max),
+        )  # fmt: skip
         for layer in range(params.n_layers):
             blk = f"blk.{layer}."
             q, k, v = (weights.matrix(f"{blk}attn_{name}.weight") for name in "qkv")
