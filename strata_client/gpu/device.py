@@ -40,6 +40,7 @@ class Device:
         self._context = call(cu.cuDevicePrimaryCtxRetain, ordinal)
         self.make_current()
         self.stream = int(call(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        self._registered: list[int] = []
         attribute = cu.CUdevice_attribute
         self.multiprocessors, self.shared_bytes_max = (
             int(call(cu.cuDeviceGetAttribute, which, ordinal))
@@ -52,6 +53,12 @@ class Device:
     def make_current(self) -> None:
         """Makes the GPU's primary context the calling thread's current one, from now on."""
         call(self.cu.cuCtxSetCurrent, self._context)
+
+    def close(self) -> None:
+        """Waits for all that was launched; kernels reach the registered pages no more. Errors: `DriverError`."""
+        self.synchronize()
+        while self._registered:
+            call(self.cu.cuMemHostUnregister, self._registered.pop())
 
     def synchronize(self) -> None:
         """Waits for all that was launched. Errors: `DriverError`, also of an earlier launch."""
@@ -78,6 +85,7 @@ class Device:
         """Lets kernels reach a shared page that this process has mapped; its address for them."""
         flags = self.cu.CU_MEMHOSTREGISTER_PORTABLE | self.cu.CU_MEMHOSTREGISTER_DEVICEMAP
         call(self.cu.cuMemHostRegister, page.ctypes.data, page.nbytes, flags)
+        self._registered.append(page.ctypes.data)
         return int(call(self.cu.cuMemHostGetDevicePointer, page.ctypes.data, 0))
 
     def upload(self, address: int, array: Array) -> None:

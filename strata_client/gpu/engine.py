@@ -184,8 +184,10 @@ class GpuEngine(Engine):
         return logits if all_logits else logits[-1]
 
     def close(self) -> None:
-        """Waits until nothing runs any more."""
-        self._device.synchronize()
+        """Waits until nothing runs any more, and gives back what this has on the GPU."""
+        self._device.close()
+        self._prompt.close()
+        self._decoder.buffers.close()
 
     def _logits_of(self, tokens: Sequence[int], prompt: bool) -> F32:
         """Evaluates up to `LOGITS_TOKENS` tokens of a prompt, or one as decoding does; logits `[n, n_vocab]`."""

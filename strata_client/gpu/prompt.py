@@ -223,6 +223,7 @@ class Prompt:
     def close(self) -> None:
         """Frees the memory; nothing may run."""
         self.buffers.close()
+        self._stream.close()
         if self._logits_buffer is not None:
             self._logits_buffer.close()
 

@@ -159,6 +159,10 @@ class HostDevice:
         """Runs all that the stream has."""
         self.cu.cuStreamSynchronize(self.stream)
 
+    def close(self) -> None:
+        """Runs all that the stream has."""
+        self.synchronize()
+
     def event(self) -> _Event:
         """An event."""
         return _Event()

@@ -122,7 +122,6 @@ class Run:
 
     def close(self) -> None:
         """Looks at the guards of the memory."""
-        self._stream.close()
         self.prompt.close()
 
 

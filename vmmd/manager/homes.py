@@ -1,10 +1,10 @@
 """Homes: a copy in host memory of every expert that may be evicted.
 
-Host memory is slow to make, and while the kernel clears it a file is read five times
-more slowly. So it is made when the device slots are filled and steps can start, or from
-the very beginning where steps cannot start without some home; some slabs at a time, by
-threads of its own. Three stages follow each other, each working on what the one before
-has done:
+Host memory is slow to make, and meanwhile a file is read five times and slabs are mapped
+ten times more slowly. So it is made when the device slots are filled and a first step has
+run, or from the very beginning where steps cannot start without some home; some slabs at
+a time, by threads of its own. Three stages follow each other, each working on what the
+one before has done:
 
 1. make slabs, and grant them to the sessions;
 2. fill them, once the device slots are filled: those come first;
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import structlog
+from strata_api.v1 import pages
 
 from vmmd.core import arbiter
 from vmmd.core.residency import NOWHERE
@@ -41,6 +42,9 @@ GROUP_BYTES = 1 << 30
 
 GROUPS_WAITING_MAX = 64
 """Before a stage: so much is made for sessions that map nothing."""
+
+FIRST_STEP_S = 0.5
+"""How long they wait for a first step, once steps can start."""
 
 I64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
@@ -102,6 +106,7 @@ class Homes:
         try:
             if not self._needed.any():
                 await self.slots_are_filled.wait()
+                await self._first_step()
             for experts in self._groups():
                 if self._ended:
                     return
@@ -110,6 +115,17 @@ class Homes:
                 await self._made.put(group)
         finally:
             await self._made.put(None)
+
+    async def _first_step(self) -> None:
+        """Waits until a session has run a step, for a moment."""
+        model = self._model
+        end_s = time.monotonic() + FIRST_STEP_S
+        while time.monotonic() < end_s and not (model.closed or self._ended or self._have_stepped()):
+            await asyncio.sleep(0.01)
+
+    def _have_stepped(self) -> bool:
+        lines = (s.line(s.attachment(self._model)) for s in self._model.sessions if not s.ended)
+        return any(line[pages.WORD_RETIRED] for line in lines)
 
     async def _fill(self) -> None:
         """Stage 2. Errors: as `filling.fill`."""
