@@ -2,9 +2,9 @@
 
 Host memory is slow to make, and meanwhile a file is read five times and slabs are mapped
 ten times more slowly. So it is made when the device slots are filled and a first step has
-run, or from the very beginning where steps cannot start without some home; some slabs at
-a time, by threads of its own. Three stages follow each other, each working on what the
-one before has done:
+run, or from the very beginning where steps cannot start without some home or the device
+slots are in host memory, too; some slabs at a time, by threads of its own. Three stages
+follow each other, each working on what the one before has done:
 
 1. make slabs, and grant them to the sessions;
 2. fill them, once the device slots are filled: those come first;
@@ -104,7 +104,7 @@ class Homes:
     async def _make(self) -> None:
         """Stage 1. Errors: `VmmError`; what was made before is passed on."""
         try:
-            if not self._needed.any():
+            if not self._needed.any() and self._manager.driver.name == "cuda":
                 await self.slots_are_filled.wait()
                 await self._first_step()
             for experts in self._groups():

@@ -146,9 +146,8 @@ class Slabs:
         Slots that are being filled and slabs that another plan has in hand may be
         somebody's to give a moment later.
         """
-        into = [self._ledger.ranges[r.range_id] for r in requests]
-        domains, owners = {r.domain for r in into}, {r.owner for r in into}
-        others = [m for m in self._manager.models.values() if m.arena.domain in domains and m.model_id not in owners]
+        owners = {self._ledger.ranges[r.range_id].owner for r in requests}
+        others = [m for m in self._manager.models.values() if m.model_id not in owners]
         filling = [m.background for m in others if m.background is not None and not m.background.done()]
         pending = [*self._tasks, *self._releases.tasks, *filling]
         if pending:
