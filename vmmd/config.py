@@ -202,6 +202,15 @@ class LimitsConfig:
     sessions_per_user_max: int = _key(64, _integer(1, 100_000))
     ranges_per_session_max: int = _key(256, _integer(1, 100_000))
     files_max: int = _key(1024, _integer(1, 100_000))
+    conversations_per_user_max: int = _key(64, _integer(1, 100_000))
+
+
+@dataclass(frozen=True)
+class ConversationsConfig:
+    """What becomes of conversations that nobody uses."""
+
+    expiry_s: float = _key(21_600.0, _number(1, 31_536_000))
+    spill_bytes: int = _key(0, _size(auto=False))
 
 
 @dataclass(frozen=True)
@@ -227,6 +236,9 @@ class Config:
     host: HostConfig = field(default_factory=HostConfig, metadata={"parse": _table(HostConfig)})
     device: tuple[DeviceConfig, ...] = _key((), _tables(DeviceConfig))
     domains: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict, metadata={"parse": _domains})
+    conversations: ConversationsConfig = field(
+        default_factory=ConversationsConfig, metadata={"parse": _table(ConversationsConfig)}
+    )
     limits: LimitsConfig = field(default_factory=LimitsConfig, metadata={"parse": _table(LimitsConfig)})
 
     def __post_init__(self) -> None:

@@ -216,6 +216,9 @@ def _options(config: configuration.Config) -> Options:
         sessions_per_user_max=config.limits.sessions_per_user_max,
         ranges_per_session_max=config.limits.ranges_per_session_max,
         files_max=config.limits.files_max,
+        conversations_per_user_max=config.limits.conversations_per_user_max,
+        conversation_expiry_s=config.conversations.expiry_s,
+        conversation_spill_bytes=config.conversations.spill_bytes,
     )
 
 

@@ -4,11 +4,12 @@
 
 1. free slabs of the device and domain; new ones under the cap; free slabs of
    other domains, destroyed and created anew;
-2. slabs of the same domain's arenas above their floor: those whose experts carry
+2. parked conversations, the longest parked first, reclaimed from their ends;
+3. slabs of the same domain's arenas above their floor: those whose experts carry
    least heat, hotter experts moving to colder ones' slots first;
-3. models that no session has open, the longest idle first, dropped whole;
-4. slabs of other domains' arenas above their floor, revoked, destroyed, created;
-5. nothing: `Exhausted`, saying who holds what. A refusal changes nothing.
+4. models that no session has open, the longest idle first, dropped whole;
+5. slabs of other domains' arenas above their floor, revoked, destroyed, created;
+6. nothing: `Exhausted`, saying who holds what. A refusal changes nothing.
 
 All or nothing over all devices of a request. The plan names slabs; the manager
 takes them out of others' reach (`Ledger.begin_revoke`) before it does anything
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vmmd.core.ledger import Ledger, RangeKind, SlabState
+from vmmd.core.ledger import Ledger, RangeKind, RangeRecord, SlabState
 from vmmd.core.residency import EMPTY, Arena, Slot
 from vmmd.errors import Exhausted
 
@@ -75,12 +76,20 @@ class DevicePlan:
         return len(self.reuse) + self.create + sum(len(t.slab_ids) for t in self.trades if not t.crosses)
 
 
+class Reclaim(NamedTuple):
+    """So many slabs of a parked range, from its end."""
+
+    range_id: int
+    slabs: int
+
+
 @dataclass
 class Plan:
-    """How a request is met: by `devices`, or by dropping idle models and planning again."""
+    """How a request is met: by `devices`, or by reclaiming or dropping first, and planning again."""
 
     devices: list[DevicePlan]
-    drop: list[int]
+    drop: list[int]  # idle models
+    reclaim: list[Reclaim] = field(default_factory=list)
 
 
 class Holder(NamedTuple):
@@ -127,16 +136,18 @@ def plan(
     spare = {m.arena.model_id: _spare_slots(m.arena, leased) for m in usable}
     plans: list[DevicePlan] = []
     short: list[tuple[DevicePlan, int]] = []
+    reclaim: list[Reclaim] = []
     for (device, domain), count in by_device.items():
         if ledger.devices[device].failed:
             raise refusal(ledger, models, device, domain, count, f"{device} has failed")
         made = _plan_device(ledger, usable, leased, spare, device, domain, count)
         plans.append(made)
         missing = count - made.slabs
+        reclaim += plan_reclaim(ledger, device, missing + sum(len(t.slab_ids) for t in made.trades))
         if missing > 0:
             short.append((made, missing))
     if not short:
-        return Plan(plans, [])
+        return Plan([], [], reclaim) if reclaim else Plan(plans, [])
     drop = None
     for made, missing in short:
         idle = _idle_models(ledger, usable, made)
@@ -151,6 +162,8 @@ def plan(
             made.destroy = _foreign_free(ledger, made.device, made.domain)
         made.trades += foreign
         made.create += sum(len(t.slab_ids) for t in foreign)
+    if reclaim:
+        return Plan([], [], reclaim)
     return Plan([], [drop]) if drop is not None else Plan(plans, [])
 
 
@@ -164,6 +177,22 @@ def plan_release(ledger: Ledger, models: Sequence[Holder], device: str, count: i
         spare = {m.arena.model_id: _spare_slots(m.arena, leased) for m in usable}
         made.trades = _trades(usable, leased, spare, device, count - len(made.destroy), NOBODY, crosses=True)
     return made
+
+
+def plan_reclaim(ledger: Ledger, device: str, count: int) -> list[Reclaim]:
+    """Up to `count` slabs of a device's parked ranges: the longest parked give first."""
+    found = []
+    for record in ledger.parked(device):
+        slabs = min(count, _leased_count(ledger, record))
+        if slabs > 0:
+            found.append(Reclaim(record.range_id, slabs))
+            count -= slabs
+    return found
+
+
+def _leased_count(ledger: Ledger, record: RangeRecord) -> int:
+    """Slabs of a range that are not on their way back already."""
+    return sum(ledger.slabs[i].state is SlabState.LEASED for i in record.slabs.values())
 
 
 def free_for(ledger: Ledger, device: str, domain: str) -> int:
@@ -200,7 +229,7 @@ def _plan_device(
 
 
 def _obtainable(ledger: Ledger, models: Sequence[Holder], made: DevicePlan, idle: dict[int, int], cross: int) -> int:
-    """Slabs that idle models and `cross` slabs of other domains would yield beside what the plan has.
+    """Slabs that parked ranges, idle models and `cross` slabs of other domains would yield beside what the plan has.
 
     Where a device has more slabs than its cap allows by now, some that are destroyed
     are not created anew.
@@ -208,8 +237,11 @@ def _obtainable(ledger: Ledger, models: Sequence[Holder], made: DevicePlan, idle
     domains = {m.arena.model_id: m.arena.domain for m in models}
     own_idle = sum(slabs for model_id, slabs in idle.items() if domains[model_id] == made.domain)
     foreign_idle = sum(idle.values()) - own_idle
+    parked = ledger.parked(made.device)
+    own = own_idle + sum(_leased_count(ledger, r) for r in parked if r.domain == made.domain)
+    foreign = foreign_idle + sum(_leased_count(ledger, r) for r in parked if r.domain != made.domain)
     debt = _debt_slabs(ledger, made)
-    return own_idle + (foreign_idle + cross - debt if foreign_idle >= debt else 0)
+    return own + (foreign + cross - debt if foreign >= debt else 0)
 
 
 def _debt_slabs(ledger: Ledger, made: DevicePlan) -> int:
@@ -387,9 +419,13 @@ def refusal(
                 f" ({arena.slots} slots, floor {arena.floor_slots})"
             )
     for session in ledger.sessions.values():
-        held = ledger.held_bytes(r for r in ledger.session_ranges(session.session_id) if r.device == device)
+        ranges = (r for r in ledger.session_ranges(session.session_id) if r.parked_s is None)
+        held = ledger.held_bytes(r for r in ranges if r.device == device)
         if held:
             holders.append(f"session {session.session_id} (pid {session.pid}) holds {size_text(held)} of K/V")
+    parked = ledger.held_bytes(ledger.parked(device))
+    if parked:
+        holders.append(f"parked conversations hold {size_text(parked)}")
     for state in (SlabState.REVOKING, SlabState.QUARANTINED):
         count = len(ledger.slabs_in(device, state))
         if count:

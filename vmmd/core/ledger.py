@@ -86,6 +86,7 @@ class RangeRecord:
     filled_to: int = field(default=0, repr=False)  # no index below it is without a slab
     shrinkable: bool = False  # its client gives some back when it is asked to
     closed: bool = False  # forgotten once it is empty
+    parked_s: float | None = None  # since when a conversation's range waits for its next session
 
     def hole(self) -> int:
         """The lowest index without a slab."""
@@ -187,6 +188,32 @@ class Ledger:
         if self.ranges[range_id].slabs:
             raise ValueError(f"range {range_id} still holds slabs")
         del self.ranges[range_id]
+
+    def park(self, range_id: int, now_s: float) -> None:
+        """No session uses a K/V range any more; it stays charged to the one that did, and may be reclaimed."""
+        record = self.ranges[range_id]
+        if record.kind is not RangeKind.KV or record.parked_s is not None:
+            raise ValueError(f"range {range_id} cannot be parked")
+        record.parked_s = now_s
+
+    def unpark(self, range_id: int) -> None:
+        """A parked range is somebody's business again: it is not to be reclaimed."""
+        if self.ranges[range_id].parked_s is None:
+            raise ValueError(f"range {range_id} is not parked")
+        self.ranges[range_id].parked_s = None
+
+    def adopt(self, range_id: int, session_id: int) -> None:
+        """A session of the same domain takes a parked range over."""
+        record = self.ranges[range_id]
+        if session_id not in self.sessions or self.sessions[session_id].domain != record.domain:
+            raise ValueError(f"session {session_id} cannot have range {range_id}")
+        self.unpark(range_id)
+        record.owner = session_id
+
+    def parked(self, device: str) -> list[RangeRecord]:
+        """The parked ranges of a device, the longest parked first."""
+        found = [r for r in self.ranges.values() if r.device == device and r.parked_s is not None]
+        return sorted(found, key=lambda r: (r.parked_s or 0.0, r.range_id))
 
     # Slabs
 
@@ -315,3 +342,4 @@ class Ledger:
         for record in self.ranges.values():
             assert all(index in record.slabs for index in range(record.filled_to)), "a hole is overlooked"
             assert record.kind is not RangeKind.KV or record.owner in self.sessions, "a K/V range without a session"
+            assert record.parked_s is None or record.kind is RangeKind.KV, "a parked range that is no K/V range"

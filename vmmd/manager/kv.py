@@ -60,11 +60,7 @@ class KvRanges:
                 f"a range of {cells_max} cells, {cells_per_slab} a slab of {size} bytes: a slab holds a positive"
                 f" multiple of 16 cells, a range 1 to {CELLS_MAX} cells and at most {SLABS_MAX} slabs"
             )
-        if len(self._manager.ledger.session_ranges(session.session_id)) >= self._manager.options.ranges_per_session_max:
-            raise Exhausted(
-                f"this session has {self._manager.options.ranges_per_session_max} ranges, which is the limit"
-                " (ranges_per_session_max); close one first"
-            )
+        self.check_count(session)
         record = RangeRecord(
             self._manager.ledger.new_id(),
             RangeKind.KV,
@@ -79,9 +75,24 @@ class KvRanges:
         self._manager.ledger.add_range(record)
         return record
 
+    def check_count(self, session: Session) -> None:
+        """Errors: `Exhausted` where a session can have no more ranges."""
+        limit = self._manager.options.ranges_per_session_max
+        if len(self._manager.ledger.session_ranges(session.session_id)) >= limit:
+            raise Exhausted(
+                f"this session has {limit} ranges, which is the limit (ranges_per_session_max); close one first"
+            )
+
     def _own_range(self, session: Session, range_id: int) -> RangeRecord:
         record = self._manager.ledger.ranges.get(range_id)
-        if record is None or record.kind is not RangeKind.KV or record.owner != session.session_id or record.closed:
+        others = self._manager.conversations.is_others(session, range_id)
+        if (
+            record is None
+            or record.kind is not RangeKind.KV
+            or record.owner != session.session_id
+            or record.closed
+            or others
+        ):
             raise NotFound(f"range {range_id} is not a K/V range of this session")
         return record
 
@@ -170,6 +181,7 @@ class KvRanges:
         slab_ids = [s for s in slab_ids if self._manager.ledger.slabs[s].state is SlabState.LEASED]
         for items in session.batches.values():
             items[:] = [item for item in items if item.slab_id not in slab_ids]
+        self._manager.conversations.lowered(range_id, keep * record.cells_per_slab)
         self._manager.releases.take_back(slab_ids, session.session_id)
         self._manager.recalls.answered(range_id)
         return record

@@ -24,6 +24,7 @@ from vmmd.core.residency import Arena, Part
 from vmmd.driver.base import Driver
 from vmmd.errors import Draining, Exhausted, LeaseRevoked, NotFound, PermissionDenied, VmmError
 from vmmd.manager import opening
+from vmmd.manager.conversations import Conversations
 from vmmd.manager.devices import Devices
 from vmmd.manager.figures import Figures
 from vmmd.manager.files import FileIdentity, identify
@@ -56,6 +57,9 @@ class Options:
     sessions_per_user_max: int = 64
     ranges_per_session_max: int = 256
     files_max: int = 1024
+    conversations_per_user_max: int = 64
+    conversation_expiry_s: float = 21_600.0
+    conversation_spill_bytes: int = 0
 
 
 ModelKey = tuple[str, tuple[FileIdentity, ...], str, tuple[str, ...]]
@@ -88,6 +92,7 @@ class Manager:
         self.releases = Releases(self)
         self.slabs = Slabs(self)
         self.kv = KvRanges(self)
+        self.conversations = Conversations(self)
         self.devices = Devices(self)
         self.placement = Placement(self)
         self.profiles = Profiles(options.state_dir)
@@ -126,16 +131,18 @@ class Manager:
         return session
 
     def disconnect(self, session: Session, why: str) -> None:
-        """Ends a session: leases back, models detached, descriptors closed. Never fails."""
+        """Ends a session: leases back or parked, models detached, descriptors closed. Never fails."""
         if session.ended:
             return
+        self.conversations.leave(session)
         for model in list(session.attached):
             if isinstance(model, Model):
                 self.detach(session, model)
         del self._by_token[session.token]
         del self.sessions[session.session_id]
         session.close()
-        slab_ids = [i for r in self.ledger.session_ranges(session.session_id) for i in r.slabs.values()]
+        ranges = [r for r in self.ledger.session_ranges(session.session_id) if r.range_id not in self.conversations]
+        slab_ids = [i for r in ranges for i in r.slabs.values()]
         log.info("session.ended", session=session.session_id, pid=session.record.pid, why=why, slabs=len(slab_ids))
         self.releases.take_back(slab_ids, session.session_id)
         if self.draining and not self.sessions:
@@ -372,6 +379,7 @@ class Manager:
     async def close(self) -> None:
         """Ends everything; clients keep what they have mapped."""
         await self.upkeep.stop()
+        await self.conversations.close()
         await self.placement.stop()
         for model in self.models.values():
             model.closed = True

@@ -142,11 +142,12 @@ def _slotless_first(manager: "Manager", model: Model, hottest: I64) -> I64:
 
 
 def _obtainable(manager: "Manager", model: Model, device: str) -> int:
-    """Slabs of a device that are free or held by models that nobody has open."""
+    """Slabs of a device that are free, parked or held by models that nobody has open."""
     ledger = manager.ledger
     idle = [m for m in manager.models.values() if m.idle_since_s is not None and m is not model and m.movable]
     held = sum(len(r.slabs) for m in idle for r in (m.weights, m.homes, *m.ranges) if r.device == device)
-    return arbiter.free_for(ledger, device, model.arena.domain) + held
+    parked = sum(len(r.slabs) for r in ledger.parked(device))
+    return arbiter.free_for(ledger, device, model.arena.domain) + held + parked
 
 
 def _floor_slabs(model: Model, pinned: I64) -> int:

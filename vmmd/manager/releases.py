@@ -6,7 +6,7 @@ the driver, is asked for, and stays charged to whoever keeps it.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
@@ -144,15 +144,16 @@ class Releases:
         A slab that was an arena's may still be mapped at its old place by others of
         the domain: that is no reason to keep it.
         """
+        held = self.still_held(slab_ids)
+        for slab_id in set(slab_ids) - set(held):
+            self._ledger.finish_revoke(slab_id, time.monotonic())
+        return held
+
+    def still_held(self, slab_ids: Iterable[int]) -> list[int]:
+        """Those of these slabs that somebody is seen to hold, old places in arenas apart."""
         self.forget_answered()
         lingering = set().union(*self._lingering.values())
-        held = []
-        for slab_id in slab_ids:
-            if slab_id not in lingering and self._physical.held(slab_id):
-                held.append(slab_id)
-            else:
-                self._ledger.finish_revoke(slab_id, time.monotonic())
-        return held
+        return [i for i in slab_ids if i not in lingering and self._physical.held(i)]
 
     async def _await_release(self, slab_ids: list[int], holder: int) -> None:
         until = time.monotonic() + HELD_DEADLINE_S

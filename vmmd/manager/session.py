@@ -102,6 +102,11 @@ class Session:
                 f"{BATCHES_MAX} batches wait for this session's acknowledgement; fetch and acknowledge them"
             )
 
+    def withdraw(self, range_id: int) -> None:
+        """What was granted of a range and not fetched yet cannot be any more."""
+        for items in self.batches.values():
+            items[:] = [item for item in items if item.id != range_id]
+
     def add_files(self, files_id: int, fds: list[int], files_max: int) -> None:
         """Takes over descriptors that the client lends. Errors: `InvalidRequest`; they stay the caller's then."""
         held = sum(map(len, self.files.values()))

@@ -57,6 +57,7 @@ class SharedPage:
         self.words.release()
         self._map.close()
         os.close(self.fd)
+        self.fd = -1  # its number may soon be another file's, which nobody shall be given instead
 
 
 class ResidencyTable:
@@ -112,6 +113,29 @@ def _pack(tier: int, *columns: I64) -> U64:
     unsigned: Any = [column.astype(np.uint64) for column in columns]
     words: U64 = pages.pack(tier, *unsigned)  # type: ignore[assignment]
     return words
+
+
+class TokenPage:
+    """Which tokens the cells of a conversation hold: written by the client alone, once it was made."""
+
+    def __init__(self, cells_max: int, tokens: U64) -> None:
+        """All cells that `tokens` ``[n]`` are of are complete."""
+        self.page = SharedPage("tokens", pages.tokens_bytes(cells_max), read_only=False)
+        self.page.store(pages.HEADER_WORDS + np.arange(len(tokens)), tokens)
+        self.page.words[pages.WORD_COMPLETE] = len(tokens)
+
+    @property
+    def complete(self) -> int:
+        """How many cells are complete, by the client's word."""
+        return self.page.words[pages.WORD_COMPLETE]
+
+    def lower(self, cells: int) -> None:
+        """No more than so many cells are complete."""
+        self.page.words[pages.WORD_COMPLETE] = min(self.complete, cells)
+
+    def tokens(self, count: int) -> U64:
+        """A copy of the tokens of the first `count` cells."""
+        return self.page.load(pages.HEADER_WORDS + np.arange(count))
 
 
 class HeatPage:

@@ -119,6 +119,13 @@ class Slabs:
                     until = time.monotonic() + WAIT_DEADLINE_S  # for what was given to be let go
                     continue
                 raise
+            for range_id, slabs in plan.reclaim:
+                reclaiming = asyncio.create_task(self._manager.conversations.reclaim(range_id, slabs))
+                self._tasks.add(reclaiming)
+                reclaiming.add_done_callback(self._tasks.discard)
+                await reclaiming
+            if plan.reclaim:
+                continue
             if plan.drop:
                 for model_id in plan.drop:
                     dropping = asyncio.create_task(self._manager.drop_model(self._manager.models[model_id]))
@@ -345,7 +352,7 @@ class Slabs:
     # Giving to the driver
 
     async def shed(self, device: str, count: int) -> None:
-        """Gives up to `count` slabs of a device back to the driver: free ones, then the coldest of arenas.
+        """Gives up to `count` slabs of a device back to the driver: free ones, parked ones, then the coldest of arenas.
 
         For other programs that took the room. What is held past the deadline is
         quarantined. Does nothing while it is at it already for this device.
@@ -354,6 +361,9 @@ class Slabs:
             return
         self._shedding.add(device)
         try:
+            free = len(self._ledger.slabs_in(device, SlabState.FREE))
+            for range_id, slabs in arbiter.plan_reclaim(self._ledger, device, count - free):
+                await self._manager.conversations.reclaim(range_id, slabs)
             plan = arbiter.plan_release(self._ledger, self._manager.holders(), device, count)
             self._releases.quarantine_held(plan.destroy)
             for slab_id in plan.destroy:
@@ -374,7 +384,7 @@ class Slabs:
         manager, ledger = self._manager, self._ledger
         for record in list(ledger.ranges.values()):
             owner_gone = (
-                record.owner not in manager.sessions
+                record.owner not in manager.sessions and record.range_id not in manager.conversations
                 if record.kind is RangeKind.KV
                 else record.owner not in manager.models
             )

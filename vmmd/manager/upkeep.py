@@ -76,6 +76,7 @@ class Upkeep:
     async def _tick(self) -> None:
         manager = self._manager
         manager.releases.lift_quarantine()
+        manager.conversations.expire()
         manager.devices.measure()
         manager.figures.tick()
         now = time.monotonic()

@@ -17,7 +17,7 @@ PROGRESS_S = 0.2
 
 
 class Admin(admin_pb2_grpc.AdminServicer):
-    """Anyone who may connect may look; `admin_uids` may drain and verify."""
+    """Anyone who may connect may look, conversations of others apart; `admin_uids` may see and do everything."""
 
     def __init__(self, manager: Manager, admins: Mapping[str, int], admin_uids: Collection[int]) -> None:
         self._manager = manager
@@ -47,6 +47,26 @@ class Admin(admin_pb2_grpc.AdminServicer):
         uid = self._administrator(context, "drain this vmmd")
         log.info("daemon.draining", by_uid=uid)
         return admin_pb2.DrainReply(sessions=self._manager.drain())
+
+    @streaming
+    async def Conversations(
+        self, request: admin_pb2.ConversationsRequest, context: Context
+    ) -> AsyncIterator[admin_pb2.ConversationsPart]:
+        uid = self._caller(context)
+        for part in list(status.conversations(self._manager, None if uid in self._admin_uids else uid)):
+            yield part
+
+    @unary
+    async def DropConversation(
+        self, request: admin_pb2.DropConversationRequest, context: Context
+    ) -> admin_pb2.DropConversationReply:
+        uid = self._caller(context)
+        if request.HasField("uid") and request.uid != uid:
+            self._administrator(context, f"drop conversations of user {request.uid}")
+        whose = request.uid if request.HasField("uid") else uid
+        cells, n_bytes = await self._manager.conversations.drop(whose, request.name)
+        log.info("conversation.dropped", by_uid=uid, uid=whose)
+        return admin_pb2.DropConversationReply(cells=cells, bytes=n_bytes)
 
     @streaming
     async def Verify(self, request: admin_pb2.VerifyRequest, context: Context) -> AsyncIterator[admin_pb2.VerifyEvent]:

@@ -8,6 +8,7 @@ from strata_api.v1 import memory_pb2, memory_pb2_grpc
 from vmmd.core import geometry
 from vmmd.errors import InvalidRequest, LeaseRevoked, VmmError
 from vmmd.manager import Manager
+from vmmd.manager.conversations import Opened
 from vmmd.manager.session import Session
 from vmmd.server import convert
 from vmmd.server.rpc import Context, streaming, token_of, unary
@@ -92,16 +93,18 @@ class Memory(memory_pb2_grpc.MemoryServicer):
     async def CreateRange(
         self, request: memory_pb2.CreateRangeRequest, context: Context
     ) -> memory_pb2.CreateRangeReply:
-        record = self._manager.kv.create(
-            self._session(context),
-            request.device_uuid,
-            request.model_id,
-            request.cells_per_slab,
-            request.cells_max,
-            shrinkable=request.shrinkable,
-        )
+        session = self._session(context)
+        shape = request.device_uuid, request.model_id, request.cells_per_slab, request.cells_max
+        if request.HasField("conversation"):
+            asked = request.conversation
+            opened = await self._manager.conversations.open(session, asked.name, asked.layout, *shape)
+        else:
+            opened = Opened(self._manager.kv.create(session, *shape, shrinkable=request.shrinkable), 0, "")
         return memory_pb2.CreateRangeReply(
-            epoch=self._manager.epoch, range=convert.range_(self._manager.ledger, record)
+            epoch=self._manager.epoch,
+            range=convert.range_(self._manager.ledger, opened.record),
+            batch_id=opened.batch_id,
+            began_anew=opened.began_anew,
         )
 
     @unary
@@ -128,6 +131,11 @@ class Memory(memory_pb2_grpc.MemoryServicer):
     async def CloseRange(self, request: memory_pb2.CloseRangeRequest, context: Context) -> memory_pb2.CloseRangeReply:
         await self._manager.kv.close(self._session(context), request.range_id)
         return memory_pb2.CloseRangeReply(epoch=self._manager.epoch)
+
+    @unary
+    async def ParkRange(self, request: memory_pb2.ParkRangeRequest, context: Context) -> memory_pb2.ParkRangeReply:
+        cells = await self._manager.conversations.park(self._session(context), request.range_id)
+        return memory_pb2.ParkRangeReply(epoch=self._manager.epoch, cells=cells)
 
     @streaming
     async def Watch(

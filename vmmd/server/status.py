@@ -14,11 +14,13 @@ from strata_api.v1 import admin_pb2, pages
 from vmmd.core import meters
 from vmmd.core.ledger import DeviceRecord, RangeKind, SlabState
 from vmmd.manager import Manager
+from vmmd.manager.conversations import Conversation
 from vmmd.manager.figures import Growths
 from vmmd.manager.model import Model
 from vmmd.manager.session import Session
 
 SESSIONS_A_PART = 100
+CONVERSATIONS_A_PART = 100
 _VERSION = metadata.version("strata-vmm")  # looking it up takes a millisecond
 
 
@@ -49,6 +51,33 @@ def parts(manager: Manager) -> Iterator[admin_pb2.StatusPart]:
     )
     for i in range(SESSIONS_A_PART, len(sessions), SESSIONS_A_PART):
         yield admin_pb2.StatusPart(sessions=sessions[i : i + SESSIONS_A_PART])
+
+
+def conversations(manager: Manager, uid: int | None) -> Iterator[admin_pb2.ConversationsPart]:
+    """A user's conversations or everybody's, the longest parked first, in parts of at most 100."""
+    now = manager.conversations.clock()
+    rows = [_conversation(manager, c, now) for c in manager.conversations.of(uid)]
+    rows.sort(key=lambda row: (-row.parked_s, row.uid, row.name))
+    for i in range(0, len(rows), CONVERSATIONS_A_PART):
+        yield admin_pb2.ConversationsPart(conversations=rows[i : i + CONVERSATIONS_A_PART])
+
+
+def _conversation(manager: Manager, conversation: Conversation, now: float) -> admin_pb2.ConversationStatus:
+    key, session, since_s = conversation.key, conversation.session, conversation.record.parked_s
+    expiry_s = manager.options.conversation_expiry_s
+    return admin_pb2.ConversationStatus(
+        name=key.name,
+        uid=key.uid,
+        user=_user(key.uid),
+        model=conversation.model_name,
+        device_uuid=conversation.cells.device,
+        state=conversation.state,
+        cells=conversation.complete,
+        bytes=manager.ledger.held_bytes([conversation.record]),
+        pid=session.record.pid if session is not None else 0,
+        parked_s=now - since_s if since_s is not None else 0.0,
+        expires_in_s=max(0.0, since_s + expiry_s - now) if since_s is not None else 0.0,
+    )
 
 
 def _device(manager: Manager, record: DeviceRecord, now: float) -> admin_pb2.DeviceStatus:

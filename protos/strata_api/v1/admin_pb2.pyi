@@ -295,3 +295,55 @@ class Mismatch(_message.Message):
     offset_bytes: int
     differing_bytes: int
     def __init__(self, place: _Optional[str] = ..., layer: _Optional[int] = ..., expert: _Optional[int] = ..., matrix: _Optional[str] = ..., device_uuid: _Optional[str] = ..., range_id: _Optional[int] = ..., slab_index: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., differing_bytes: _Optional[int] = ...) -> None: ...
+
+class ConversationsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ConversationsPart(_message.Message):
+    __slots__ = ("conversations",)
+    CONVERSATIONS_FIELD_NUMBER: _ClassVar[int]
+    conversations: _containers.RepeatedCompositeFieldContainer[ConversationStatus]
+    def __init__(self, conversations: _Optional[_Iterable[_Union[ConversationStatus, _Mapping]]] = ...) -> None: ...
+
+class ConversationStatus(_message.Message):
+    __slots__ = ("name", "uid", "user", "model", "device_uuid", "state", "cells", "bytes", "pid", "parked_s", "expires_in_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PARKED_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    uid: int
+    user: str
+    model: str
+    device_uuid: str
+    state: str
+    cells: int
+    bytes: int
+    pid: int
+    parked_s: float
+    expires_in_s: float
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[int] = ..., user: _Optional[str] = ..., model: _Optional[str] = ..., device_uuid: _Optional[str] = ..., state: _Optional[str] = ..., cells: _Optional[int] = ..., bytes: _Optional[int] = ..., pid: _Optional[int] = ..., parked_s: _Optional[float] = ..., expires_in_s: _Optional[float] = ...) -> None: ...
+
+class DropConversationRequest(_message.Message):
+    __slots__ = ("name", "uid")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    uid: int
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[int] = ...) -> None: ...
+
+class DropConversationReply(_message.Message):
+    __slots__ = ("cells", "bytes")
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    cells: int
+    bytes: int
+    def __init__(self, cells: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...

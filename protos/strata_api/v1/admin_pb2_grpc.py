@@ -49,6 +49,16 @@ class AdminStub(object):
                 request_serializer=strata__api_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=strata__api_dot_v1_dot_admin__pb2.VerifyEvent.FromString,
                 _registered_method=True)
+        self.Conversations = channel.unary_stream(
+                '/strata_api.v1.Admin/Conversations',
+                request_serializer=strata__api_dot_v1_dot_admin__pb2.ConversationsRequest.SerializeToString,
+                response_deserializer=strata__api_dot_v1_dot_admin__pb2.ConversationsPart.FromString,
+                _registered_method=True)
+        self.DropConversation = channel.unary_unary(
+                '/strata_api.v1.Admin/DropConversation',
+                request_serializer=strata__api_dot_v1_dot_admin__pb2.DropConversationRequest.SerializeToString,
+                response_deserializer=strata__api_dot_v1_dot_admin__pb2.DropConversationReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -76,6 +86,21 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Conversations(self, request, context):
+        """The caller's conversations, an administrator's view being everybody's, in parts
+        of at most 100.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropConversation(self, request, context):
+        """Forgets a conversation that no session uses and frees its memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +118,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=strata__api_dot_v1_dot_admin__pb2.VerifyRequest.FromString,
                     response_serializer=strata__api_dot_v1_dot_admin__pb2.VerifyEvent.SerializeToString,
+            ),
+            'Conversations': grpc.unary_stream_rpc_method_handler(
+                    servicer.Conversations,
+                    request_deserializer=strata__api_dot_v1_dot_admin__pb2.ConversationsRequest.FromString,
+                    response_serializer=strata__api_dot_v1_dot_admin__pb2.ConversationsPart.SerializeToString,
+            ),
+            'DropConversation': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropConversation,
+                    request_deserializer=strata__api_dot_v1_dot_admin__pb2.DropConversationRequest.FromString,
+                    response_serializer=strata__api_dot_v1_dot_admin__pb2.DropConversationReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +211,60 @@ class Admin(object):
             '/strata_api.v1.Admin/Verify',
             strata__api_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
             strata__api_dot_v1_dot_admin__pb2.VerifyEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Conversations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/strata_api.v1.Admin/Conversations',
+            strata__api_dot_v1_dot_admin__pb2.ConversationsRequest.SerializeToString,
+            strata__api_dot_v1_dot_admin__pb2.ConversationsPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropConversation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/strata_api.v1.Admin/DropConversation',
+            strata__api_dot_v1_dot_admin__pb2.DropConversationRequest.SerializeToString,
+            strata__api_dot_v1_dot_admin__pb2.DropConversationReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -112,10 +112,12 @@ class BatchEntry(_message.Message):
         KIND_SLAB: _ClassVar[BatchEntry.Kind]
         KIND_RESIDENCY: _ClassVar[BatchEntry.Kind]
         KIND_HEAT: _ClassVar[BatchEntry.Kind]
+        KIND_TOKENS: _ClassVar[BatchEntry.Kind]
     KIND_UNSPECIFIED: BatchEntry.Kind
     KIND_SLAB: BatchEntry.Kind
     KIND_RESIDENCY: BatchEntry.Kind
     KIND_HEAT: BatchEntry.Kind
+    KIND_TOKENS: BatchEntry.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     SLAB_INDEX_FIELD_NUMBER: _ClassVar[int]

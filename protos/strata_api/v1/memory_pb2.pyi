@@ -173,26 +173,40 @@ class CloseModelReply(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class CreateRangeRequest(_message.Message):
-    __slots__ = ("device_uuid", "model_id", "cells_per_slab", "cells_max", "shrinkable")
+    __slots__ = ("device_uuid", "model_id", "cells_per_slab", "cells_max", "shrinkable", "conversation")
     DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     CELLS_PER_SLAB_FIELD_NUMBER: _ClassVar[int]
     CELLS_MAX_FIELD_NUMBER: _ClassVar[int]
     SHRINKABLE_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     device_uuid: str
     model_id: int
     cells_per_slab: int
     cells_max: int
     shrinkable: bool
-    def __init__(self, device_uuid: _Optional[str] = ..., model_id: _Optional[int] = ..., cells_per_slab: _Optional[int] = ..., cells_max: _Optional[int] = ..., shrinkable: bool = ...) -> None: ...
+    conversation: Conversation
+    def __init__(self, device_uuid: _Optional[str] = ..., model_id: _Optional[int] = ..., cells_per_slab: _Optional[int] = ..., cells_max: _Optional[int] = ..., shrinkable: bool = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ...) -> None: ...
+
+class Conversation(_message.Message):
+    __slots__ = ("name", "layout")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    layout: str
+    def __init__(self, name: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class CreateRangeReply(_message.Message):
-    __slots__ = ("epoch", "range")
+    __slots__ = ("epoch", "range", "batch_id", "began_anew")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANGE_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_ANEW_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     range: Range
-    def __init__(self, epoch: _Optional[int] = ..., range: _Optional[_Union[Range, _Mapping]] = ...) -> None: ...
+    batch_id: int
+    began_anew: str
+    def __init__(self, epoch: _Optional[int] = ..., range: _Optional[_Union[Range, _Mapping]] = ..., batch_id: _Optional[int] = ..., began_anew: _Optional[str] = ...) -> None: ...
 
 class Growth(_message.Message):
     __slots__ = ("range_id", "cells")
@@ -277,6 +291,20 @@ class CloseRangeReply(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class ParkRangeRequest(_message.Message):
+    __slots__ = ("range_id",)
+    RANGE_ID_FIELD_NUMBER: _ClassVar[int]
+    range_id: int
+    def __init__(self, range_id: _Optional[int] = ...) -> None: ...
+
+class ParkRangeReply(_message.Message):
+    __slots__ = ("epoch", "cells")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    cells: int
+    def __init__(self, epoch: _Optional[int] = ..., cells: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("released_revocation_id",)

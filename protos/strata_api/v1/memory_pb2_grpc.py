@@ -69,6 +69,11 @@ class MemoryStub(object):
                 request_serializer=strata__api_dot_v1_dot_memory__pb2.CloseRangeRequest.SerializeToString,
                 response_deserializer=strata__api_dot_v1_dot_memory__pb2.CloseRangeReply.FromString,
                 _registered_method=True)
+        self.ParkRange = channel.unary_unary(
+                '/strata_api.v1.Memory/ParkRange',
+                request_serializer=strata__api_dot_v1_dot_memory__pb2.ParkRangeRequest.SerializeToString,
+                response_deserializer=strata__api_dot_v1_dot_memory__pb2.ParkRangeReply.FromString,
+                _registered_method=True)
         self.Watch = channel.stream_stream(
                 '/strata_api.v1.Memory/Watch',
                 request_serializer=strata__api_dot_v1_dot_memory__pb2.WatchRequest.SerializeToString,
@@ -101,7 +106,8 @@ class MemoryServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateRange(self, request, context):
-        """Reserves an elastic K/V range without memory; GrowRanges gives it slabs.
+        """Reserves an elastic K/V range without memory; GrowRanges gives it slabs. With
+        a conversation it is the range that was left under that name, if there is one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,6 +129,14 @@ class MemoryServicer(object):
 
     def CloseRange(self, request, context):
         """Gives a range back whole and forgets it. The client has unmapped it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ParkRange(self, request, context):
+        """Leaves a conversation's range with the daemon: it is no longer this session's.
+        The client has unmapped it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,6 +188,11 @@ def add_MemoryServicer_to_server(servicer, server):
                     servicer.CloseRange,
                     request_deserializer=strata__api_dot_v1_dot_memory__pb2.CloseRangeRequest.FromString,
                     response_serializer=strata__api_dot_v1_dot_memory__pb2.CloseRangeReply.SerializeToString,
+            ),
+            'ParkRange': grpc.unary_unary_rpc_method_handler(
+                    servicer.ParkRange,
+                    request_deserializer=strata__api_dot_v1_dot_memory__pb2.ParkRangeRequest.FromString,
+                    response_serializer=strata__api_dot_v1_dot_memory__pb2.ParkRangeReply.SerializeToString,
             ),
             'Watch': grpc.stream_stream_rpc_method_handler(
                     servicer.Watch,
@@ -370,6 +389,33 @@ class Memory(object):
             '/strata_api.v1.Memory/CloseRange',
             strata__api_dot_v1_dot_memory__pb2.CloseRangeRequest.SerializeToString,
             strata__api_dot_v1_dot_memory__pb2.CloseRangeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ParkRange(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/strata_api.v1.Memory/ParkRange',
+            strata__api_dot_v1_dot_memory__pb2.ParkRangeRequest.SerializeToString,
+            strata__api_dot_v1_dot_memory__pb2.ParkRangeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,6 +33,15 @@ Heat page (the client writes): how often each expert was routed to::
     word 0  tokens decoded   word 1  prompt tokens
     word 8 ..      decode counts [n_layers * n_experts]
     word 8 + n ..  prompt counts [n_layers * n_experts]
+
+Token page of a conversation (the client writes): which tokens its K/V cells hold::
+
+    word 0  complete: cells, from the first on, that hold what they should
+    word 8 ..  the token of each cell [cells_max]
+
+A client that computes cells writes their tokens, and `complete` once the cells are
+computed. One that is about to overwrite cells lowers `complete` first. So the page is
+true at every moment, also if the client is killed at that moment.
 """
 
 from typing import NamedTuple
@@ -58,6 +67,9 @@ SESSION_PAGE_BYTES = 4096
 
 # Heat page header
 WORD_DECODED, WORD_PROMPT = range(2)
+
+# Token page header
+WORD_COMPLETE = 0
 
 # Tiers of an entry. `peer` is relative to the reader: a device entry whose
 # device is not the computing one.
@@ -99,6 +111,11 @@ def residency_bytes(n: int) -> int:
 def heat_bytes(n: int) -> int:
     """Size of the heat page of `n` experts over all layers."""
     return (HEADER_WORDS + 2 * n) * WORD_BYTES
+
+
+def tokens_bytes(cells_max: int) -> int:
+    """Size of the token page of a conversation of up to `cells_max` cells."""
+    return (HEADER_WORDS + cells_max) * WORD_BYTES
 
 
 # Layout of slots and weights, the same on both sides.
