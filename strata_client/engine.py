@@ -19,6 +19,7 @@ from strata_client.output import Signals
 from strata_client.sampler import Sampler, SamplerOptions
 from strata_client.session import OpenedModel, Session, choose_device, is_gpu
 from strata_client.startup import Begun
+from strata_client.transcript import Transcript
 from vmmd.errors import Exhausted, InvalidRequest, LeaseRevoked, Unavailable, VmmError
 
 CHUNK_TOKENS = 64
@@ -48,6 +49,7 @@ class Engine:
         model: the model.
         context: most cells the sequence may have.
         position: cells filled.
+        kept: tokens of the prompt whose cells were there when it began.
         refusal: why the last growth was refused; empty if it was not.
     """
 
@@ -58,6 +60,7 @@ class Engine:
         opened: OpenedModel,
         kv: KVRange,
         context: int,
+        transcript: Transcript,
         *,
         say: Say,
         say_verbose: Say,
@@ -67,7 +70,9 @@ class Engine:
         self.model = model
         self.context = context
         self.position = 0
+        self.kept = 0
         self.refusal = ""
+        self._transcript = transcript  # says of which tokens the cells are
         self._session = session
         self._opened = opened
         self._kv = kv
@@ -82,6 +87,7 @@ class Engine:
 
     def restart(self) -> None:
         """Begins a new sequence in the same memory."""
+        self._transcript.cut(0)
         self.position = 0
 
     def prepare(self, prompt_tokens: int) -> None:
@@ -135,6 +141,7 @@ class Engine:
         finally:
             self._signals.release()
         self.position += n
+        self._transcript.add(tokens)
         self._opened.steps.count(n, self.position)
         return logits
 
@@ -147,10 +154,11 @@ class Engine:
     def begin(self, prompt: Sequence[int], options: SamplerOptions) -> None:
         """Evaluates a prompt, at least one token, and takes how to choose those that follow it.
 
-        Errors: as `step`.
+        Cells that hold its beginning already are kept. Errors: as `step`.
         """
+        self._keep(prompt)
         self._sampler, self._seen, self._last = Sampler(options), set(prompt), None
-        self._logits = self.prefill(prompt)
+        self._logits = self.prefill(prompt[self.kept :])
 
     def next_token(self) -> int:
         """The next token of the text. For each but the first, `has_room` is asked before.
@@ -169,6 +177,11 @@ class Engine:
 
     def close(self) -> None:
         """Waits until no step runs any more."""
+
+    def _keep(self, prompt: Sequence[int]) -> None:
+        """The sequence goes on after the cells that hold a prompt's beginning; the last token has to be evaluated."""
+        self.kept = self.position = self._transcript.common(prompt[:-1])
+        self._transcript.cut(self.kept)
 
     def _grow(self, cells: int) -> bool:
         if self._kv.cells >= cells:
@@ -200,6 +213,7 @@ def open_engine(
     context: int,
     device: str | None,
     kv_type: str | None,
+    conversation: str | None = None,
     say: Say,
     say_verbose: Say,
     signals: Signals,
@@ -207,12 +221,15 @@ def open_engine(
 ) -> Iterator[Engine]:
     """Opens a model at the daemon in one of `directories`, or at a private one, and gives everything back at the end.
 
+    The cells of a conversation stay with the daemon.
+
     Args:
         model: the model of `model_file`, whose descriptors are lent to the daemon.
         directories: runtime directories to look in.
         context: most cells of the sequence.
         device: what a user calls the device; None for the first.
         kv_type: what a K/V cell shall hold; None for what suits the device.
+        conversation: name of the one to go on with, or to begin; None for a sequence that is not kept.
         say: takes lines for the user; `say_verbose` those for the curious.
         signals: learns what is to be abandoned, and when a step runs.
         progress: called with bytes filled and bytes to fill.
@@ -235,7 +252,8 @@ def open_engine(
         other_bytes = sum(extent.length_bytes for extent in weights) + context * cell.size_bytes
         with timings.stage("start a daemon"):
             session = Session.private(choose_slab_bytes(slots, other_bytes, cell.size_bytes))
-        say(f"strata: no daemon at {directories[0]}; started a private one")
+        lost = f"; conversation {conversation} ends with it" if conversation is not None else ""
+        say(f"strata: no daemon at {directories[0]}; started a private one{lost}")
     try:
         signals.abandon = session.abandon
         chosen = choose_device(session.devices(), device)
@@ -252,7 +270,13 @@ def open_engine(
         fds = [part.fd for part in model_file.files]
         opened = session.open_model(begin, fds, model.stacks(), shape, progress)
         signals.is_idle = lambda: opened.steps.idle
-        kv = session.create_kv(opened.model_id, chosen, cell, context)
+        if conversation is None:
+            kv, transcript = session.create_kv(opened.model_id, chosen, cell, context), Transcript.private(context)
+        else:
+            resumed = session.open_conversation(conversation, opened.model_id, chosen, cell, context)
+            kv, transcript = resumed.kv, Transcript(resumed.tokens)
+            if resumed.began_anew:
+                say(f"strata: conversation {conversation} begins anew: {resumed.began_anew}")
         say_verbose(
             f"strata: device {chosen.uuid}, {size_text(chosen.slab_bytes)} a slab, arena "
             f"{'shared' if opened.shared else 'filled'}: {size_text(opened.resident_bytes)} of experts on it"
@@ -263,6 +287,7 @@ def open_engine(
             opened,
             kv,
             context,
+            transcript,
             say=say,
             say_verbose=say_verbose,
             signals=signals,
@@ -272,9 +297,16 @@ def open_engine(
         finally:
             with suppress(VmmError):
                 engine.close()
-            if not session.is_private:  # a private daemon leaves with all of it
+            if session.is_private:
+                pass  # its daemon leaves with all of it
+            elif conversation is None:
                 with suppress(VmmError):
                     session.give_back(kv)
+            else:
+                try:
+                    session.park(kv)
+                except VmmError as error:
+                    say(f"strata: conversation {conversation} could not be kept: {error.message}")
     finally:
         for trouble in session.troubles:
             say_verbose(f"strata: {trouble}")

@@ -25,6 +25,7 @@ class Decoder(Protocol):
     Attributes:
         context: most cells the sequence may have.
         position: cells filled with tokens that were given out before the last.
+        kept: tokens of the prompt whose cells were there already.
         refusal: why memory for more cells was refused last; empty if it was not.
     """
 
@@ -35,13 +36,16 @@ class Decoder(Protocol):
     def position(self) -> int: ...
 
     @property
+    def kept(self) -> int: ...
+
+    @property
     def refusal(self) -> str: ...
 
     def prepare(self, prompt_tokens: int) -> None:
         """Makes room for a prompt. Errors: `Exhausted` or `Unavailable` if there is none."""
 
     def begin(self, prompt: Sequence[int], options: "SamplerOptions") -> None:
-        """Evaluates the prompt, whose tokens count as seen for the repeat penalty."""
+        """Evaluates what has no cells yet of the prompt, whose tokens count as seen for the repeat penalty."""
 
     def has_room(self) -> bool:
         """Whether there is a cell for the token given out last, so that another can follow it.
@@ -64,6 +68,7 @@ class Generation:
     """How a generation went. `detail` is a line for the user, or empty."""
 
     prompt_tokens: int
+    kept_tokens: int
     tokens: int
     reason: str
     detail: str
@@ -88,7 +93,7 @@ def generate(
     """Continues `prompt` until the model, the user or the memory ends it.
 
     Args:
-        engine: at position 0.
+        engine: has evaluated nothing, or what it may keep of.
         tokenizer: of the engine's model.
         prompt: tokens, at least one, at most the engine's context.
         options: how tokens are chosen.
@@ -135,4 +140,4 @@ def generate(
         emit(None, rest)
     ended = time.monotonic()
     timings.add("decode", prompted, ended)
-    return Generation(len(prompt), tokens, reason, detail, prompted - began, ended - prompted)
+    return Generation(len(prompt), engine.kept, tokens, reason, detail, prompted - began, ended - prompted)

@@ -45,6 +45,18 @@ def _with_options(*options: Callable[[_Command], _Command]) -> Callable[[_Comman
     return decorate
 
 
+def _conversation_name(context: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
+    """Errors: `BadParameter` where a conversation cannot have this name."""
+    if name is None:
+        return None
+    from strata_api.v1.names import conversation_problem
+
+    problem = conversation_problem(name)
+    if problem is not None:
+        raise click.BadParameter(problem)
+    return name
+
+
 _model_option = click.option(
     "--model", default=DEFAULT_MODEL, show_default="the packaged story model", help="GGUF file, or any shard of one."
 )
@@ -105,6 +117,13 @@ def cli() -> None:
 @click.option("--min-p", type=float, default=0.05, show_default=True, help="Least share of the likeliest; 0 is off.")
 @click.option("--repeat-penalty", type=float, default=1.0, show_default=True, help="Against seen tokens; 1 is off.")
 @click.option("--seed", type=int, help="Of the random choice.  [default: a fresh one]")
+@click.option(
+    "--conversation",
+    metavar="NAME",
+    callback=_conversation_name,
+    help="Leave the K/V cells with the daemon under this name, and go on from those left before as far as the prompt"
+    " begins alike.",
+)
 @click.option("--stop", "stop_strings", multiple=True, help="End the text before this; may be given several times.")
 def generate(prompt: str | None, prompt_file: str | None, **options: Any) -> None:
     """Continues PROMPT (or a file, or standard input)."""
@@ -119,13 +138,13 @@ def generate(prompt: str | None, prompt_file: str | None, **options: Any) -> Non
 
     try:
         stops = StopStrings(options.pop("stop_strings"))
-        max_tokens = options.pop("max_tokens")
+        max_tokens, conversation = options.pop("max_tokens"), options.pop("conversation")
         sampling = SamplerOptions(**options)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     text = _prompt_text(prompt, prompt_file)
     output = Output()
-    with _opened(run, text, room=max_tokens) as (engine, tokenizer, tokens):
+    with _opened(run, text, room=max_tokens, conversation=conversation) as (engine, tokenizer, tokens):
         _generate(run, engine, tokenizer, tokens, sampling, stops, max_tokens, output)
 
 
@@ -159,6 +178,7 @@ def _generate(
         output.object(
             statistics={
                 "prompt_tokens": done.prompt_tokens,
+                "kept_tokens": done.kept_tokens,
                 "tokens": done.tokens,
                 "reason": done.reason,
                 "prompt_s": round(done.prompt_s, 4),
@@ -172,9 +192,10 @@ def _generate(
         output.end()
     if done.detail:
         say(f"strata: the text ends here: {done.detail}")
+    kept = f", {done.kept_tokens} of them kept," if done.kept_tokens else ""
     say(
         f"strata: {done.tokens} tokens in {done.decode_s:.2f} s ({done.tokens_per_s:.1f} tok/s); "
-        f"prompt of {done.prompt_tokens} tokens in {done.prompt_s:.2f} s; start-up {start_up_s:.2f} s"
+        f"prompt of {done.prompt_tokens} tokens{kept} in {done.prompt_s:.2f} s; start-up {start_up_s:.2f} s"
     )
     _say_stages(run)
 
@@ -270,13 +291,16 @@ def _prompt_text(prompt: str | None, prompt_file: str | None) -> str:
 
 
 @contextmanager
-def _opened(run: RunOptions, text: str, room: int | None) -> Iterator[tuple["Engine", "Tokenizer", list[int]]]:
+def _opened(
+    run: RunOptions, text: str, room: int | None, conversation: str | None = None
+) -> Iterator[tuple["Engine", "Tokenizer", list[int]]]:
     """Everything that a command needs, checked in the order of what is cheapest to refuse.
 
     Args:
         run: the command's options.
         text: the prompt, or the text to measure.
         room: tokens that shall follow the prompt; None allows a text longer than the context.
+        conversation: name of the one that the prompt goes on with.
     """
     from strata_client.output import Signals, say
 
@@ -314,6 +338,7 @@ def _opened(run: RunOptions, text: str, room: int | None) -> Iterator[tuple["Eng
                     context=context,
                     device=run.device,
                     kv_type=run.kv_type,
+                    conversation=conversation,
                     say=say,
                     say_verbose=say_verbose,
                     signals=signals,

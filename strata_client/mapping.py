@@ -422,6 +422,11 @@ class CellShape(NamedTuple):
     type: str = "f32"
 
     @property
+    def layout(self) -> str:
+        """What cells that can be exchanged have in common."""
+        return f"{self.type}, {self.n_layers} layers, {self.n_kv_heads} heads of {self.head_dim}"
+
+    @property
     def size_bytes(self) -> int:
         """K and V of all layers."""
         return int(self.n_layers * 2 * self.n_kv_heads * self.head_dim * KV_BYTES[self.type])
@@ -466,14 +471,16 @@ class KVRange:
 
 
 class Batch:
-    """What comes with a batch of an opened model, sorted while it is fetched."""
+    """What comes with a batch, sorted while it is fetched."""
 
-    def __init__(self, ranges: Sequence[MappedRange], n_experts: int) -> None:
-        """`n_experts` over all layers gives the pages' sizes."""
+    def __init__(self, ranges: Sequence[MappedRange], n_experts: int = 0, cells_max: int = 0) -> None:
+        """`n_experts` over all layers and a conversation's `cells_max` give the pages' sizes."""
         self._ranges = {range_.range_id: range_ for range_ in ranges}
         self._n = n_experts
+        self._cells_max = cells_max
         self.table: U64 | None = None
         self.heat: U64 | None = None
+        self.tokens: U64 | None = None
 
     def take(self, entries: Sequence[broker_pb2.BatchEntry], fds: Sequence[int]) -> None:
         """Maps a piece of the batch; closes every descriptor of it."""
@@ -491,6 +498,9 @@ class Batch:
                 elif entry.kind == broker_pb2.BatchEntry.KIND_HEAT and self._n:
                     left.remove(fd)
                     self.heat = map_page(fd, pages.heat_bytes(self._n), writable=True)
+                elif entry.kind == broker_pb2.BatchEntry.KIND_TOKENS and self._cells_max:
+                    left.remove(fd)
+                    self.tokens = map_page(fd, pages.tokens_bytes(self._cells_max), writable=True)
             for range_id, (indexes, slab_fds) in slabs.items():
                 left = [fd for fd in left if fd not in slab_fds]
                 self._ranges[range_id].map(indexes, slab_fds)

@@ -21,6 +21,7 @@ from strata_api.v1 import pages
 from strata_client import connection, timings
 from strata_client.mapping import (
     CELLS_MULTIPLE,
+    U64,
     Batch,
     CellShape,
     Changes,
@@ -51,6 +52,7 @@ HOMES_AT_ONCE = 16
 """Slabs of homes that are mapped in one call of the driver: a launch may have to wait for it."""
 
 _GIVE_BACK_TIMEOUT_S = 2
+_PARK_TIMEOUT_S = 5
 _BETWEEN_STEPS_S = 0.0005
 
 
@@ -70,6 +72,21 @@ class OpenedModel:
     homes: Later[None]
     shared: bool
     resident_bytes: int
+
+
+@dataclass(frozen=True)
+class OpenedConversation:
+    """A conversation as this session holds it.
+
+    Attributes:
+        kv: its cells, with the memory that they have.
+        tokens: its token page.
+        began_anew: why what was left under its name could not be used; empty if nothing was.
+    """
+
+    kv: KVRange
+    tokens: U64
+    began_anew: str
 
 
 class Session:
@@ -200,14 +217,41 @@ class Session:
 
         Errors: `InvalidRequest` if 16 cells do not fit a slab; any other `VmmError`.
         """
+        return self._create_kv(model_id, device, cell, cells_max, None)[0]
+
+    def open_conversation(
+        self, name: str, model_id: int, device: wire.Device, cell: CellShape, cells_max: int
+    ) -> OpenedConversation:
+        """The user's conversation of this name, for up to `cells_max` cells, with the memory that it has.
+
+        Errors: as `create_kv`; `PreconditionFailed` if another session uses it.
+        """
+        kv, reply = self._create_kv(model_id, device, cell, cells_max, wire.Conversation(name=name, layout=cell.layout))
+        tokens = self._fetch(reply.batch_id, Batch([kv.range], cells_max=cells_max)).tokens
+        if tokens is None:
+            raise VmmError("the daemon granted the conversation without its token page")
+        return OpenedConversation(kv, tokens, reply.began_anew)
+
+    def _create_kv(
+        self,
+        model_id: int,
+        device: wire.Device,
+        cell: CellShape,
+        cells_max: int,
+        conversation: wire.Conversation | None,
+    ) -> tuple[KVRange, wire.CreateRangeReply]:
         cells = cells_per_slab(device.slab_bytes, cell.size_bytes)
         request = wire.CreateRangeRequest(
-            device_uuid=device.uuid, model_id=model_id, cells_per_slab=cells, cells_max=cells_max
+            device_uuid=device.uuid,
+            model_id=model_id,
+            cells_per_slab=cells,
+            cells_max=cells_max,
+            conversation=conversation,
         )
-        reply = self._call("CreateRange", request)
+        reply: wire.CreateRangeReply = self._call("CreateRange", request)
         range_ = MappedRange(mapper_of(reply.range.device_uuid, device.uuid), reply.range, writable=True)
         self._register(range_)
-        return KVRange(range_, cell)
+        return KVRange(range_, cell), reply
 
     def grow(self, kv: KVRange, cells: int) -> wire.GrowRangesReply:
         """Grows a range to at least `cells` cells and maps what came. Between steps only.
@@ -224,11 +268,17 @@ class Session:
 
     def give_back(self, kv: KVRange) -> None:
         """Unmaps a range's slabs and gives them all back."""
-        with self._lock:
-            kv.range.unmap(sorted(kv.range.mapped))
+        self._unmap_beyond(kv.range, 0)
         if not self._gone:
             request = wire.ShrinkRangeRequest(range_id=kv.range.range_id, cells=0)
             self._call("ShrinkRange", request, timeout=_GIVE_BACK_TIMEOUT_S)
+
+    def park(self, kv: KVRange) -> None:
+        """Unmaps a conversation's slabs and leaves it with the daemon. Errors: any `VmmError`."""
+        self._unmap_beyond(kv.range, 0)
+        if self._gone:
+            raise Unavailable(self._gone)
+        self._call("ParkRange", wire.ParkRangeRequest(range_id=kv.range.range_id), timeout=_PARK_TIMEOUT_S)
 
     # Ranges of plain bytes: a slab counts as 16 cells. For any thread, also while the range grows in another.
 
@@ -297,7 +347,7 @@ class Session:
         """Maps what a growth brought."""
         if reply.batch_id:
             with range_.lock:
-                self._fetch_slabs(reply.batch_id, range_)
+                self._fetch(reply.batch_id, Batch([range_]))
 
     def close(self) -> None:
         """Gives everything back, unmaps it and ends the session; the private daemon leaves."""
@@ -387,7 +437,7 @@ class Session:
             self._change(lambda: self._remove(event.slabs_removed))
         elif event.slabs_added.range_id in self._ranges:
             try:
-                self._fetch_slabs(event.slabs_added.batch_id, self._ranges[event.slabs_added.range_id])
+                self._fetch(event.slabs_added.batch_id, Batch([self._ranges[event.slabs_added.range_id]]))
             except VmmError as error:  # what is not mapped is read from its home
                 self.troubles.append(f"memory that was added could not be had: {error}")
         else:
@@ -399,9 +449,9 @@ class Session:
         if removed.revocation_id:
             self._outgoing.put(wire.WatchRequest(released_revocation_id=removed.revocation_id))
 
-    def _fetch_slabs(self, batch_id: int, range_: MappedRange) -> None:
-        batch = Batch([range_], 0)
+    def _fetch(self, batch_id: int, batch: Batch) -> Batch:
         self._broker.fetch(batch_id, lambda grant: self._change(lambda: batch.take(grant.entries, grant.fds)))
+        return batch
 
     def _map_homes(self, batch_id: int, homes: MappedRange) -> None:
         """Maps the homes that there were when the model was opened, some at once, beside steps."""

@@ -110,6 +110,7 @@ class GpuEngine(Engine):
         self._ended = [device.event() for _ in range(_IN_FLIGHT_MAX + 1)]
         self._pending: deque[int] = deque()  # steps whose tokens are not read
         self._enqueued = 0  # cells that are filled once all steps have ended
+        self._computing: list[int] = []  # tokens whose cells are filled once the next token is read
         self._place(0)
 
     def restart(self) -> None:
@@ -120,8 +121,11 @@ class GpuEngine(Engine):
     def begin(self, prompt: Sequence[int], options: SamplerOptions) -> None:
         """Evaluates a prompt, at least one token, and takes how to choose those that follow it.
 
-        Errors: `LeaseRevoked`, `DriverError`.
+        Cells that hold its beginning already are kept. Errors: `LeaseRevoked`, `DriverError`.
         """
+        self._keep(prompt)
+        if self._pending or self._enqueued != self.kept:
+            self._place(self.kept)
         seed = int.from_bytes(os.urandom(7)) if options.seed is None else options.seed % (1 << 64)
         how = SampleOptions(
             options.temperature,
@@ -130,21 +134,20 @@ class GpuEngine(Engine):
             options.repeat_penalty,
             seed,
             min(options.top_k, (1 << 31) - 1),
-            self.position + len(prompt) - 1,
+            len(prompt) - 1,
         )
-        if self._pending:
-            self._place(self.position)
         buffers, device = self._decoder.buffers, self._device
         device.upload(buffers["options"].value, np.frombuffer(bytearray(how), np.uint8))
         seen = np.zeros(-(-self.model.params.n_vocab // 32) * 32, np.uint8)
         seen[np.asarray(prompt)] = 1
         device.upload(buffers["seen"].value, np.packbits(seen, bitorder="little"))
-        rest = np.asarray(prompt, np.int32)
+        rest = np.asarray(prompt[self.kept :], np.int32)
         while len(rest) > self._prompt.tokens_max:
             self._enqueue_chunk(rest[: self._prompt.tokens_max], self._end)
             rest = rest[self._prompt.tokens_max :]
         self._pending.append(self._enqueue_chunk(rest, self._head, self._sample))
         self.position = self._enqueued
+        self._computing = list(prompt[self.kept :])
         self._last = None
 
     def next_token(self) -> int:
@@ -154,6 +157,7 @@ class GpuEngine(Engine):
         """
         if self._last is not None:
             self.position += 1
+            self._computing.append(self._last)
         if not self._pending:
             self._pending.append(self._enqueue_token(None))
         number = self._pending.popleft()
@@ -163,6 +167,8 @@ class GpuEngine(Engine):
         token = int(self._decoder.ring[number % structs.RING_WORDS])
         if token == _NOT_FINITE:
             raise ModelError("the logits are not finite; the model file is damaged or needs more than float32")
+        self._transcript.add(self._computing)
+        self._computing.clear()
         self._last = token
         return token
 
@@ -180,6 +186,7 @@ class GpuEngine(Engine):
         rows = [self._logits_of(tokens[at : at + width], prompt) for at in range(0, len(tokens), width)]
         logits = np.concatenate(rows if all_logits else rows[-1:])
         logits[:, self.model.params.n_tokens :] = -np.inf
+        self._transcript.add(tokens)
         self.position = self._enqueued
         return logits if all_logits else logits[-1]
 

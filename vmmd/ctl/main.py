@@ -1,4 +1,4 @@
-"""`vmmctl`: looks at a daemon, verifies what it holds, drains it, and probes the host.
+"""`vmmctl`: looks at a daemon, verifies what it holds, drops conversations, drains it, and probes the host.
 
 It keeps no model of its own: everything shown is the daemon's word.
 """
@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import click
 
+from vmmd.ctl.conversations import conversations, drop
 from vmmd.ctl.doctor import doctor
 from vmmd.ctl.drain import drain
 from vmmd.ctl.status import status
@@ -27,6 +28,8 @@ def cli() -> None:
 
 cli.add_command(status)
 cli.add_command(top)
+cli.add_command(conversations)
+cli.add_command(drop)
 cli.add_command(verify)
 cli.add_command(drain)
 cli.add_command(doctor)

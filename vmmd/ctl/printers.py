@@ -70,6 +70,14 @@ def top_frame(snapshot: dict[str, Any], width: int, rows_max: int | None = None)
     return Group(*lines)
 
 
+def print_conversations(rows: Sequence[dict[str, Any]]) -> None:
+    """Prints conversations, each with the fields of `ConversationStatus`; colour only on a terminal."""
+    width = None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    is_wide = console.width >= _WIDTH_OF_ALL
+    console.print(_table(_CONVERSATIONS, rows, is_wide=is_wide) if rows else "no conversations")
+
+
 def print_verification(found: dict[str, Any]) -> None:
     """Prints a verification (see `vmmd.ctl.verify.as_dict`); colour only on a terminal."""
     console = make_console()
@@ -189,6 +197,19 @@ _SESSIONS = (
     _size_of("quarantined_bytes", "quarantined", "if used"),
     _Column("age", lambda s: duration(s["age_s"]), True),
     _Column("state", lambda s: _text(s["state"])),
+)
+
+_CONVERSATIONS = (
+    _Column("conversation", lambda c: _text(c["name"])),
+    _Column("user", lambda c: _text(c["user"] or c["uid"])),
+    _Column("model", lambda c: _text(c["model"])),
+    _Column("device", lambda c: _text(c["device_uuid"]), narrow="drop"),
+    _Column("cells", lambda c: str(c["cells"]), True),
+    _size_of("bytes", "K/V"),
+    _Column("state", lambda c: _text(c["state"])),
+    _Column("by pid", lambda c: str(c["pid"] or "-"), True),
+    _Column("for", lambda c: duration(c["parked_s"]) if c["expires_in_s"] else "-", True),
+    _Column("expires in", lambda c: duration(c["expires_in_s"]) if c["expires_in_s"] else "-", True),
 )
 
 _QUARANTINES = (

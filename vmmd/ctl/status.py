@@ -34,17 +34,18 @@ def as_dict(parts: Any) -> dict[str, Any]:
     snapshot: dict[str, Any] = {"daemon": {}, "devices": [], "models": [], "sessions": [], "quarantines": []}
     for part in parts:
         if part.HasField("daemon"):
-            snapshot["daemon"] = _fields(part.daemon)
+            snapshot["daemon"] = fields_of(part.daemon)
         for name in ("devices", "models", "sessions", "quarantines"):
-            snapshot[name] += [_fields(message) for message in getattr(part, name)]
+            snapshot[name] += [fields_of(message) for message in getattr(part, name)]
     return snapshot
 
 
-def _fields(message: Any) -> dict[str, Any]:
+def fields_of(message: Any) -> dict[str, Any]:
+    """A message's fields by name, all of them: messages as objects, repeated ones as lists."""
     return {field.name: _plain(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, str | int | float | bool):
         return value
-    return _fields(value) if hasattr(value, "DESCRIPTOR") else [_plain(item) for item in value]
+    return fields_of(value) if hasattr(value, "DESCRIPTOR") else [_plain(item) for item in value]

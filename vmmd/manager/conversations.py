@@ -263,6 +263,12 @@ class Conversations:
         if conversation is not None and conversation.page is not None:
             conversation.page.lower(cells)
 
+    def forget(self, range_id: int) -> None:
+        """A session has closed a range: if it is a conversation's, there is none any more."""
+        conversation = self._by_range.get(range_id)
+        if conversation is not None:
+            self._discard(conversation, "its client has closed it")
+
     async def _settle(self, conversation: Conversation, session: Session, pidfd: int | None) -> None:
         """Parks what nobody writes to any more. Waits for the process of `pidfd`, or takes the client's word."""
         record = conversation.record

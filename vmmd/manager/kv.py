@@ -85,14 +85,8 @@ class KvRanges:
 
     def _own_range(self, session: Session, range_id: int) -> RangeRecord:
         record = self._manager.ledger.ranges.get(range_id)
-        others = self._manager.conversations.is_others(session, range_id)
-        if (
-            record is None
-            or record.kind is not RangeKind.KV
-            or record.owner != session.session_id
-            or record.closed
-            or others
-        ):
+        is_own = record is not None and record.kind is RangeKind.KV and record.owner == session.session_id
+        if record is None or not is_own or record.closed or self._manager.conversations.is_others(session, range_id):
             raise NotFound(f"range {range_id} is not a K/V range of this session")
         return record
 
@@ -189,5 +183,6 @@ class KvRanges:
     async def close(self, session: Session, range_id: int) -> None:
         """Takes a range back whole; it is forgotten once nobody holds its slabs. Errors: `NotFound`."""
         record = await self.shrink(session, range_id, 0)
+        self._manager.conversations.forget(range_id)
         record.closed = True
         self._manager.slabs.tidy()
