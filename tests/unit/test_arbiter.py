@@ -74,6 +74,15 @@ class World:
         self.holders.append(Holder(arena, idle_since_s, movable))
         return arena
 
+    def parked(self, range_id: int, slabs: int, parked_s: float, domain: str = "alice", device: str = "gpu0") -> None:
+        """A conversation of a session of the domain that has ended."""
+        session_id = range_id + 5000
+        self.ledger.add_session(SessionRecord(session_id, 4712, 1, 1, domain, "x", 0.0))
+        self.ledger.add_range(RangeRecord(range_id, RangeKind.KV, device, domain, session_id, 50, 16, 800))
+        for index in range(slabs):
+            self.ledger.lease(self.ledger.create(device, domain, 0.0), range_id, index, 0.0)
+        self.ledger.park(range_id, parked_s)
+
     def plan(self, count: int, *more: Request, keep: tuple[int, ...] = ()) -> arbiter.Plan:
         return arbiter.plan(self.ledger, self.holders, [Request(KV, count), *more], keep_models=keep)
 
@@ -413,3 +422,50 @@ def test_planning_changes_nothing() -> None:
 def test_size_text(n_bytes: int, text: str) -> None:
     """Sizes are in GiB, small ones in MiB."""
     assert arbiter.size_text(n_bytes) == text
+
+
+def test_parked_conversations_give_before_arenas() -> None:
+    """When nothing is free the longest parked give first, and only as much as is missing; arenas keep their slabs."""
+    world = World(caps=(8, 0))
+    world.model(50, [SMALL0] * 2, [0] * 8)
+    world.parked(60, 2, parked_s=7.0)
+    world.parked(61, 3, parked_s=3.0)
+    assert world.plan(1).devices and not world.plan(1).reclaim
+    for count, reclaim in ((2, [(61, 1)]), (4, [(61, 3)]), (5, [(61, 3), (60, 1)]), (8, [(61, 3), (60, 2)])):
+        made = world.plan(count)
+        assert (made.devices, made.drop, made.reclaim) == ([], [], reclaim)
+    with pytest.raises(Exhausted) as refused:
+        world.plan(9)
+    assert "parked conversations hold 0.01 GiB" in refused.value.message
+    assert "session 5060" not in refused.value.message
+
+
+def test_parked_conversations_of_others_pay_for_a_lowered_cap_first() -> None:
+    """Where there are too many slabs, a parked conversation of another domain gives only what it has beyond those."""
+    world = World(caps=(4, 0))
+    world.parked(60, 4, parked_s=1.0, domain="bob")
+    world.crowd_out(2)
+    assert world.plan(2).reclaim == [(60, 2)]
+    with pytest.raises(Exhausted):
+        world.plan(3)
+
+
+def test_slabs_on_their_way_back_are_not_reclaimed_again() -> None:
+    """A parked range's slabs that somebody is seen to hold count for nothing."""
+    world = World(caps=(2, 0))
+    world.parked(60, 2, parked_s=1.0)
+    world.ledger.begin_revoke(world.ledger.ranges[60].slabs[1], 2.0)
+    assert world.plan(1).reclaim == [(60, 1)]
+    assert arbiter.plan_reclaim(world.ledger, "gpu0", 5) == [(60, 1)]
+    with pytest.raises(Exhausted):
+        world.plan(2)
+
+
+def test_a_parked_conversation_goes_before_an_idle_model() -> None:
+    """An idle model is dropped only for what parked conversations do not give."""
+    world = World(caps=(5, 0))
+    world.model(50, [SMALL0] * 3, [1] * 12, domain="bob", idle_since_s=1.0)
+    world.parked(60, 2, parked_s=9.0)
+    assert world.plan(2).reclaim == [(60, 2)]
+    both = world.plan(4)
+    assert (both.reclaim, both.drop) == ([(60, 2)], [])

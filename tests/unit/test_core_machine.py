@@ -154,8 +154,47 @@ class CoreMachine(RuleBasedStateMachine):
         self.alive.discard(session_id)
         for model in self.models.values():
             self._detach(model, session_id)
-        mine = [i for r in self.ledger.session_ranges(session_id) for i in r.slabs.values()]
+        ranges = [r for r in self.ledger.session_ranges(session_id) if r.parked_s is None]
+        mine = [i for r in ranges for i in r.slabs.values()]
         self._take_back([i for i in mine if not self._in_growth(i)], session_id, let_go)
+
+    @precondition(lambda self: self._settled_kv())
+    @rule(which=numbers)
+    def park(self, which: int) -> None:
+        """A conversation is left; its session may live on or end."""
+        self.ledger.park(self._pick(self._settled_kv(), which).range_id, self.now)
+
+    @precondition(lambda self: self.alive and any(self.ledger.parked(d) for d in GPUS))
+    @rule(which=numbers, who=numbers)
+    def adopt(self, which: int, who: int) -> None:
+        """Another session of the domain, or the same, goes on with it."""
+        record = self._pick([r for d in GPUS for r in self.ledger.parked(d)], which)
+        theirs = [s for s in sorted(self.alive) if self.ledger.sessions[s].domain == record.domain]
+        if theirs:
+            self.ledger.adopt(record.range_id, self._pick(theirs, who))
+            self._tidy()
+
+    @precondition(lambda self: any(self.ledger.parked(d) for d in GPUS))
+    @rule(which=numbers, held=numbers)
+    def drop_parked(self, which: int, held: int) -> None:
+        record = self._pick([r for d in GPUS for r in self.ledger.parked(d)], which)
+        self.ledger.unpark(record.range_id)
+        slabs = [i for i in record.slabs.values() if self._state(i) is SlabState.LEASED]
+        self._take_back(slabs, record.owner, held if held % 3 == 0 else 0)
+
+    def _settled_kv(self) -> list[RangeRecord]:
+        """Ranges with slabs in use, none of which is coming or going."""
+        busy = {r.range_id for g in self.growths for r in g.requests}
+        return [
+            r
+            for r in self.ledger.ranges.values()
+            if r.kind is RangeKind.KV
+            and r.slabs
+            and r.parked_s is None
+            and r.owner in self.alive
+            and r.range_id not in busy
+            and all(self._state(i) is SlabState.LEASED for i in r.slabs.values())
+        ]
 
     def _detach(self, model: FakeModel, session_id: int) -> None:
         if session_id in model.sessions:
@@ -295,6 +334,7 @@ class CoreMachine(RuleBasedStateMachine):
             return
         busy = {r.range_id for g in self.growths for r in g.requests}
         records = [r for r in self.ledger.session_ranges(self._pick(owners, who)) if r.range_id not in busy]
+        records = [r for r in records if r.parked_s is None]
         records = [r for r in records if all(self._state(i) is SlabState.LEASED for i in r.slabs.values())]
         wanted = [(r, min(c, r.slabs_max - len(r.slabs))) for r, c in zip(records, counts, strict=False)]
         requests = [arbiter.Request(r.range_id, c) for r, c in wanted if c > 0]
@@ -405,7 +445,8 @@ class CoreMachine(RuleBasedStateMachine):
         busy = {r.range_id for g in self.growths for r in g.requests}
         for record in list(self.ledger.ranges.values()):
             ours = record.owner in self.models or record.owner in self.alive
-            if record.kind is RangeKind.KV and not ours and not record.slabs and record.range_id not in busy:
+            idle = record.range_id not in busy and record.parked_s is None
+            if record.kind is RangeKind.KV and not ours and not record.slabs and idle:
                 self.ledger.remove_range(record.range_id)
         for session_id in set(self.ledger.sessions) - self.alive:
             if not self.ledger.session_ranges(session_id):
@@ -414,22 +455,28 @@ class CoreMachine(RuleBasedStateMachine):
     # Carrying out plans
 
     def _provide(self, requests: list[arbiter.Request], free: bool = False) -> Growth | None:
+        mended = False
         while True:
             holders = [m.holder() for m in self.models.values()]
             before = self._frozen()
             try:
                 plan = arbiter.plan(self.ledger, holders, requests)
             except Exhausted as refusal:
+                assert not mended, "something was reclaimed or dropped for a request that is refused then"
                 assert self._frozen() == before, "a refusal changed something"
                 assert not free, "free_for promised too much"
                 assert refusal.requested_bytes > 0 and "asked for" in refusal.message
                 return None
             assert self._frozen() == before, "planning changed something"
             assert plan == arbiter.plan(self.ledger, holders, requests), "planning is not deterministic"
+            assert not free or not plan.reclaim
+            for range_id, slabs in plan.reclaim:
+                self._reclaim(range_id, slabs)
             for model_id in plan.drop:
                 self._drop(model_id)
-            if not plan.drop:
+            if not plan.drop and not plan.reclaim:
                 break
+            mended = True
         self._check_plan(plan, requests)
         assert not free or not any(d.trades for d in plan.devices)
         return self._commit(plan, requests)
@@ -444,6 +491,19 @@ class CoreMachine(RuleBasedStateMachine):
         self.growths.append(growth)
         self._complete(growth)
         return not growth.failed
+
+    def _reclaim(self, range_id: int, slabs: int) -> None:
+        record = self.ledger.ranges[range_id]
+        assert record.parked_s is not None, "a range that is in use was reclaimed"
+        oldest = self.ledger.parked(record.device)
+        older = oldest[: oldest.index(record)]
+        assert not any(self._state(i) is SlabState.LEASED for r in older for i in r.slabs.values()), "not the oldest"
+        leased = [i for i, s in sorted(record.slabs.items()) if self._state(s) is SlabState.LEASED]
+        assert 0 < slabs <= len(leased)
+        self._take_back([record.slabs[i] for i in leased[-slabs:]], record.owner, 0)
+        if not record.slabs:
+            self.ledger.unpark(range_id)
+            self._tidy()
 
     def _drop(self, model_id: int) -> None:
         model = self.models.pop(model_id)
@@ -612,6 +672,11 @@ class CoreMachine(RuleBasedStateMachine):
                 self._check_trade(trade, device.device, domain)
                 given[trade.model_id] += trade.slots
                 victims.setdefault(trade.model_id, set()).update((trade.part, i) for i in trade.indexes)
+            if device.trades:
+                parked = ledger.parked(device.device)
+                assert not any(self._state(i) is SlabState.LEASED for r in parked for i in r.slabs.values()), (
+                    "an arena gives while conversations are parked"
+                )
             if any(t.crosses for t in device.trades):
                 free = ledger.slabs_in(device.device, SlabState.FREE)
                 assert not free - {*device.reuse, *device.destroy}, "a domain gives while slabs are free"

@@ -232,3 +232,25 @@ def test_check_finds_damage(ledger: Ledger) -> None:
     del ledger.ranges[1].slabs[0]
     with pytest.raises(AssertionError, match="placed"):
         ledger.check()
+
+
+def test_parked_ranges_wait_for_another_session(ledger: Ledger) -> None:
+    """A parked range is charged to its session until one of the same domain adopts it; the longest parked is first."""
+    ledger.add_session(SessionRecord(1001, 43, 7, 7, "alice", "/bin/client", 0.0))
+    ledger.add_session(SessionRecord(1002, 44, 8, 8, "bob", "/bin/client", 0.0))
+    ledger.add_range(RangeRecord(5, RangeKind.KV, "gpu", "alice", SESSION.session_id, 3, 16, 48))
+    ledger.park(1, 9.0)
+    ledger.park(5, 4.0)
+    assert [r.range_id for r in ledger.parked("gpu")] == [5, 1]
+    assert ledger.parked("host") == []
+    refuses(ledger, ledger.remove_session, SESSION.session_id)
+    refuses(ledger, ledger.park, 1, 10.0)
+    refuses(ledger, ledger.park, 2, 10.0)
+    refuses(ledger, ledger.adopt, 1, 1002)
+    refuses(ledger, ledger.adopt, 1, 77)
+    ledger.adopt(1, 1001)
+    assert [r.range_id for r in ledger.session_ranges(1001)] == [1]
+    refuses(ledger, ledger.adopt, 1, 1001)
+    refuses(ledger, ledger.unpark, 1)
+    ledger.unpark(5)
+    assert ledger.parked("gpu") == []
