@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -195,7 +196,7 @@ class Conversations:
                 return None, why
             if conversation.record.device == cells.device:
                 return conversation, ""
-            await asyncio.shield(self._begin(conversation, self._move(conversation, cells.device)))
+            await asyncio.shield(self._begin(conversation, partial(self._move, conversation, cells.device)))
         return None, ""
 
     def _make(self, session: Session, key: Key, cells: Cells, model: Model, cells_max: int) -> Conversation:
@@ -244,7 +245,7 @@ class Conversations:
         conversation = self._by_range.get(range_id)
         if conversation is None or conversation.session is not session:
             raise NotFound(f"range {range_id} is not a conversation of this session")
-        await asyncio.wait([self._begin(conversation, self._settle(conversation, session, None))])
+        await asyncio.wait([self._begin(conversation, partial(self._settle, conversation, session, None))])
         return len(conversation.tokens)
 
     def leave(self, session: Session) -> None:
@@ -255,7 +256,8 @@ class Conversations:
             except OSError as error:
                 self._discard(conversation, f"no descriptor is left to watch its client: {error.strerror}")
             else:
-                self._begin(conversation, self._settle(conversation, session, pidfd))
+                task = self._begin(conversation, partial(self._settle, conversation, session, pidfd))
+                task.add_done_callback(partial(_close, pidfd))
 
     def lowered(self, range_id: int, cells: int) -> None:
         """A range keeps memory for so many cells only: no others are complete, whatever memory comes."""
@@ -272,17 +274,13 @@ class Conversations:
     async def _settle(self, conversation: Conversation, session: Session, pidfd: int | None) -> None:
         """Parks what nobody writes to any more. Waits for the process of `pidfd`, or takes the client's word."""
         record = conversation.record
-        try:
-            await self._manager.slabs.settled([record])
-            session.withdraw(record.range_id)
-            free = pidfd is None or await _ends(pidfd, END_DEADLINE_S)
-            until = time.monotonic() + HELD_DEADLINE_S
-            while free and self._manager.releases.still_held(record.slabs.values()):
-                free = time.monotonic() < until
-                await asyncio.sleep(0.002)
-        finally:
-            if pidfd is not None:
-                os.close(pidfd)
+        await self._manager.slabs.settled([record])
+        session.withdraw(record.range_id)
+        free = pidfd is None or await _ends(pidfd, END_DEADLINE_S)
+        until = time.monotonic() + HELD_DEADLINE_S
+        while free and self._manager.releases.still_held(record.slabs.values()):
+            free = time.monotonic() < until
+            await asyncio.sleep(0.002)
         if not free:
             self._discard(conversation, "its client has ended the session, but still holds the memory")
             return
@@ -306,7 +304,7 @@ class Conversations:
             return  # somebody was faster
         if self._make_room_to_spill(conversation):
             try:
-                await asyncio.shield(self._begin(conversation, self._move(conversation, self._manager.host)))
+                await asyncio.shield(self._begin(conversation, partial(self._move, conversation, self._manager.host)))
                 return
             except (VmmError, OSError) as error:
                 log.warning("conversation.not_spilled", range=range_id, why=str(error))
@@ -430,12 +428,12 @@ class Conversations:
 
     # Work in the background
 
-    def _begin(self, conversation: Conversation, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    def _begin(self, conversation: Conversation, work: Callable[[], Coroutine[Any, Any, None]]) -> "asyncio.Task[None]":
         """Starts work that has the conversation for itself until it ends."""
 
         async def run() -> None:
             try:
-                await work
+                await work()
             finally:
                 conversation.task = None
 
@@ -461,6 +459,10 @@ def _look_at(done: "asyncio.Task[None]") -> None:
     error = None if done.cancelled() else done.exception()
     if error is not None and not isinstance(error, VmmError | OSError):
         log.error("conversation.bug", exc_info=error)
+
+
+def _close(fd: int, _: object) -> None:
+    os.close(fd)
 
 
 def _cells_with_memory(record: RangeRecord) -> int:
