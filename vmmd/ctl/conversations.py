@@ -24,7 +24,7 @@ def conversations(output: str, socket_path: str | None) -> None:
         parts = list(stub.Conversations(admin_pb2.ConversationsRequest(), metadata=metadata, timeout=CALL_TIMEOUT_S))
     rows = [fields_of(conversation) for part in parts for conversation in part.conversations]
     if output == "json":
-        click.echo(json.dumps(rows, indent=1))
+        click.echo(json.dumps({"conversations": rows}, indent=1))
         return
     from vmmd.ctl.printers import print_conversations
 

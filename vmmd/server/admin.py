@@ -65,7 +65,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
             self._administrator(context, f"drop conversations of user {request.uid}")
         whose = request.uid if request.HasField("uid") else uid
         cells, n_bytes = await self._manager.conversations.drop(whose, request.name)
-        log.info("conversation.dropped", by_uid=uid, uid=whose)
+        log.info("conversation.drop", by_uid=uid, uid=whose)
         return admin_pb2.DropConversationReply(cells=cells, bytes=n_bytes)
 
     @streaming
