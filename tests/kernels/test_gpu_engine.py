@@ -55,27 +55,36 @@ def gpu_played_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def opened(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, *, gpu: bool, context: int = 256) -> Iterator[Engine]:
+def opened(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, *, gpu: bool, context: int = 256, conversation: str | None = None
+) -> Iterator[Engine]:
     """An engine for micro.gguf, the host's own or a GPU's."""
     monkeypatch.setattr(engines, "is_gpu", lambda uuid: gpu)
     with open_model_file(str(MICRO)) as model_file:
         lines: list[str] = []
         with open_engine(
             Qwen3Moe(model_file), model_file, [daemon.directory], context=context, device=None, kv_type=None,
+            conversation=conversation,
             say=lines.append, say_verbose=lines.append, signals=Signals(), progress=lambda done, total: None,
         ) as engine:  # fmt: skip
             yield engine
 
 
 def text(engine: Engine, prompt_tokens: Sequence[int], n: int, options: SamplerOptions) -> list[int]:
-    """The tokens that follow a prompt."""
+    """The tokens that follow a prompt, of which nothing is kept."""
     engine.restart()
+    return go_on(engine, prompt_tokens, n, options)
+
+
+def go_on(engine: Engine, prompt_tokens: Sequence[int], n: int, options: SamplerOptions) -> list[int]:
+    """The tokens that follow a prompt, whose beginning may be there."""
     engine.prepare(len(prompt_tokens))
     engine.begin(prompt_tokens, options)
     tokens = [engine.next_token()]
     while len(tokens) < n:
         assert engine.has_room()
         tokens.append(engine.next_token())
+    assert engine._transcript.common([*prompt_tokens, *tokens]) == len(prompt_tokens) + n - 1
     return tokens
 
 
@@ -185,3 +194,17 @@ def logits_while_decoding(engine: Engine) -> F32:
     engine.prepare(5 * len(PROMPT))
     logits = [engine.step(PROMPT * 3, prompt=True, all_logits=True), engine.step(PROMPT, prompt=False, all_logits=True)]
     return np.concatenate(logits)
+
+
+@pytest.mark.parametrize("options", [SamplerOptions(temperature=0), SamplerOptions(temperature=1.5, seed=3)])
+def test_a_conversation_goes_on(monkeypatch: pytest.MonkeyPatch, options: SamplerOptions) -> None:
+    """Cells that were left are kept as far as the prompt is the same; the text is that of an engine that stays."""
+    with running_daemon() as daemon:
+        with opened(daemon, monkeypatch, gpu=True) as engine:
+            said = text(engine, PROMPT, 9, options)
+            prompts = [[*PROMPT, *said, 3, 4], [*PROMPT, *said[:4], 3, 4]]
+            wanted = [(go_on(engine, prompt, 9, options), engine.kept) for prompt in prompts]
+        assert [kept for _, kept in wanted] == [len(PROMPT) + 8, len(PROMPT) + 4]
+        for prompt, expected in ((PROMPT, (said, 0)), *zip(prompts, wanted, strict=True)):
+            with opened(daemon, monkeypatch, gpu=True, conversation="x") as engine:
+                assert (go_on(engine, prompt, 9, options), engine.kept) == expected

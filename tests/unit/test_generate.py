@@ -20,6 +20,7 @@ class Script:
     def __init__(self, text: Sequence[int], cells: int = 100, context: int = 100) -> None:
         self.context = context
         self.refusal = "the memory is used up"
+        self.kept = 0
         self.calls: list[object] = []
         self._text = list(text)
         self._cells = cells
