@@ -121,6 +121,7 @@ def test_tokens_that_are_nobodys_are_refused_and_not_logged(daemon: Daemon) -> N
         lambda m: memory.GrowRanges(wire.GrowRangesRequest(), metadata=m),
         lambda m: memory.ShrinkRange(wire.ShrinkRangeRequest(), metadata=m),
         lambda m: memory.CloseRange(wire.CloseRangeRequest(), metadata=m),
+        lambda m: memory.ParkRange(wire.ParkRangeRequest(), metadata=m),
         lambda m: memory.CloseModel(wire.CloseModelRequest(), metadata=m),
         lambda m: list(memory.OpenModel(iter([]), metadata=m)),
         lambda m: list(memory.Watch(iter([]), metadata=m)),
@@ -139,7 +140,7 @@ def test_tokens_that_are_nobodys_are_refused_and_not_logged(daemon: Daemon) -> N
 
 
 def test_a_clients_token_opens_nothing_of_the_administrators(daemon: Daemon) -> None:
-    """Status and Drain refuse a client's token, and the daemon does not drain."""
+    """Calls of vmmctl refuse a client's token, and the daemon does not drain."""
     with client(daemon.directory) as one:
         channel = connection.open_channel(daemon.directory)
         stub: Any = admin_pb2_grpc.AdminStub(channel)
@@ -147,6 +148,8 @@ def test_a_clients_token_opens_nothing_of_the_administrators(daemon: Daemon) -> 
         for call in (
             lambda: list(stub.Status(admin_pb2.StatusRequest(), metadata=metadata)),
             lambda: stub.Drain(admin_pb2.DrainRequest(), metadata=metadata),
+            lambda: list(stub.Conversations(admin_pb2.ConversationsRequest(), metadata=metadata)),
+            lambda: stub.DropConversation(admin_pb2.DropConversationRequest(name="x"), metadata=metadata),
         ):
             with pytest.raises(grpc.RpcError) as refused:
                 call()
