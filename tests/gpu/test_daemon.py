@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.cuda_peer import GIB, MIB, LargeModel, Machine
 from tests.helpers.daemon import wait_until
 from tests.helpers.doomed import Doomed
-from tests.helpers.peer import Admin, Remote, SmallModel, public_model
+from tests.helpers.peer import CELL, Admin, Remote, SmallModel, public_model
 from tests.helpers.require_gpu import require_gpu
 from vmmd.driver.cuda_calls import CONTEXT_IS_DEAD
 from vmmd.driver.host_memfd import HOST_UUID
@@ -85,6 +85,33 @@ def wait_until_given_back(admin: Admin, device: int = 0) -> None:
         10,
         lambda: f"K/V is not given back: {admin.device(device)}",
     )
+
+
+def test_conversations(machine: Machine, model: LargeModel) -> None:
+    """A killed client's complete cells are the next one's byte for byte, also after they were on the host."""
+    more = f'{cap(machine, all_slabs(machine, model) + 4)}[conversations]\nspill_bytes = "1GiB"\n'
+    per_slab = machine.slab_bytes // CELL.size_bytes
+    with machine.daemon(config(more=more)) as daemon, machine.client(daemon) as two, Admin(daemon.directory) as admin:
+        with machine.client(daemon) as one:
+            one.ask("open", model)
+            one.ask("converse", "x", 4 * per_slab)
+            one.ask("grow", 4)
+            one.ask("write_kv", 0x5A)
+            one.ask("claim", 2 * per_slab + 1)
+            one.kill()
+        two.ask("open", model)
+        for _ in range(2):
+            assert two.ask("converse", "x", 4 * per_slab) == 2 * per_slab + 1
+            assert two.ask("read_kv", at=0) == [0x5A]
+            assert admin.device().kv_bytes == 3 * machine.slab_bytes
+            two.ask("leave")
+            two.ask("create")
+            assert two.ask("grow", 2) == 0
+            two.ask("write_kv", 0xA5)
+            assert admin.device().kv_bytes == 2 * machine.slab_bytes
+            assert [device.kv_bytes for device in admin.status().devices if device.is_host] == [3 * machine.slab_bytes]
+            two.ask("shrink", 0)
+            two.ask("forget_kv")
 
 
 def test_every_byte_of_a_model(machine: Machine, model: LargeModel) -> None:

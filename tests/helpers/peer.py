@@ -28,6 +28,7 @@ from strata_client import connection
 from strata_client.mapping import CellShape, KVRange, Shape
 from strata_client.models.base import ExpertStack, WeightExtent
 from strata_client.session import OpenedModel, Session
+from strata_client.transcript import Transcript
 from tests.helpers.daemon import wait_until
 from vmmd.errors import BY_REASON, VmmError
 
@@ -125,6 +126,7 @@ class Client:
         self.opened: list[OpenedModel] = []
         self.models: list[SmallModel] = []
         self._step: AbstractContextManager[None] | None = None
+        self._transcript: Transcript
 
     @property
     def stub(self) -> Any:
@@ -163,6 +165,26 @@ class Client:
         model_id = self.opened[-1].model_id if self.opened else 0
         self.kv.append(self.session.create_kv(model_id, self.session.devices()[device], CELL, cells_max))
         return self.kv[-1].range.range_id
+
+    def converse(self, name: str, cells_max: int = 1 << 14) -> int:
+        """Opens a conversation of the last model; returns how many complete cells it has."""
+        device = self.session.devices()[0]
+        opened = self.session.open_conversation(name, self.opened[-1].model_id, device, CELL, cells_max)
+        self.kv.append(opened.kv)
+        self._transcript = Transcript(opened.tokens)
+        return self._transcript.complete
+
+    def claim(self, cells: int) -> None:
+        """Says of so many cells more of the conversation that they are complete."""
+        self._transcript.add(range(cells))
+
+    def leave(self) -> None:
+        """Parks the range that was made last, a conversation's."""
+        self.session.park(self.kv.pop())
+
+    def forget_kv(self) -> None:
+        """The next range is the first."""
+        self.kv.clear()
 
     def grow(self, slabs: int, at: int = 0) -> int:
         """Grows a range to so many slabs and maps them; returns how many arenas gave."""

@@ -4,8 +4,7 @@ from typing import Any
 
 from strata_api.v1 import admin_pb2
 
-from strata_client.transcript import Transcript
-from tests.helpers.peer import CELL, Client
+from tests.helpers.peer import Client
 from vmmd.ctl.admin import admin_stub
 
 
@@ -15,15 +14,6 @@ class Talker(Client):
     def __init__(self, directory: str) -> None:
         super().__init__(directory)
         self._directory = directory
-        self._transcript: Transcript
-
-    def converse(self, name: str, cells_max: int = 1 << 14) -> int:
-        """Opens a conversation of the last model; how many cells it has."""
-        device = self.session.devices()[0]
-        opened = self.session.open_conversation(name, self.opened[-1].model_id, device, CELL, cells_max)
-        self.kv.append(opened.kv)
-        self._transcript = Transcript(opened.tokens)
-        return self._transcript.complete
 
     def compute(self, tokens: list[int]) -> None:
         """Fills the next cells."""
@@ -41,10 +31,6 @@ class Talker(Client):
         found = [int(value) for k, v in self.kv[-1].segments(0, n) for value in k[:, 0, 0]] if n else []
         assert self._transcript.common(found) == n
         return found
-
-    def leave(self) -> None:
-        """Parks it."""
-        self.session.park(self.kv.pop())
 
     def listed(self) -> dict[str, tuple[int, str, int]]:
         """Conversations by name: (user id, state, cells)."""
