@@ -121,7 +121,7 @@ class TokenPage:
     def __init__(self, cells_max: int, tokens: U64) -> None:
         """All cells that `tokens` ``[n]`` are of are complete."""
         self.page = SharedPage("tokens", pages.tokens_bytes(cells_max), read_only=False)
-        self.page.store(pages.HEADER_WORDS + np.arange(len(tokens)), tokens)
+        np.asarray(self.page.words)[pages.HEADER_WORDS :][: len(tokens)] = tokens
         self.page.words[pages.WORD_COMPLETE] = len(tokens)
 
     @property
@@ -135,7 +135,7 @@ class TokenPage:
 
     def tokens(self, count: int) -> U64:
         """A copy of the tokens of the first `count` cells."""
-        return self.page.load(pages.HEADER_WORDS + np.arange(count))
+        return np.array(self.page.words[pages.HEADER_WORDS : pages.HEADER_WORDS + count], np.uint64)
 
 
 class HeatPage:
