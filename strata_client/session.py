@@ -230,6 +230,9 @@ class Session:
         tokens = self._fetch(reply.batch_id, Batch([kv.range], cells_max=cells_max)).tokens
         if tokens is None:
             raise VmmError("the daemon granted the conversation without its token page")
+        complete = int(tokens[pages.WORD_COMPLETE])
+        if kv.cells < complete:
+            raise VmmError(f"the conversation has {complete} cells, and memory for {kv.cells} of them could be mapped")
         return OpenedConversation(kv, tokens, reply.began_anew)
 
     def _create_kv(

@@ -329,7 +329,8 @@ def test_names_and_private_daemons(tmp_path: Path) -> None:
     """A bad name is refused before anything starts; without a daemon it is said that the conversation will be lost."""
     done = client("generate", PROMPT, "--conversation", "a/b", "--socket", os.fspath(tmp_path))
     assert done.returncode == 2
-    assert done.stderr.decode().splitlines()[-1].startswith("strata-client: --conversation: 'a/b' is no name")
+    line = done.stderr.decode().splitlines()[-1]
+    assert line.startswith("strata-client: Invalid value for '--conversation': 'a/b' is no name")
     done = client("generate", PROMPT, "--conversation", "x", "--max-tokens", "1", "--socket", os.fspath(tmp_path))
     assert done.returncode == 0
     assert done.stderr.decode().splitlines()[0].endswith("; started a private one; conversation x ends with it")

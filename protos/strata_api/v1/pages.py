@@ -46,7 +46,7 @@ true at every moment, also if the client is killed at that moment.
 
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Of the whole wire: broker, gRPC and these pages."""
 
 WORD_BYTES = 8
