@@ -596,3 +596,77 @@ def test_dropping_frees_the_memory(model: SmallModel) -> None:
         await host.close()
 
     run(scenario)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_talk_while_memory_is_short(model: SmallModel, seed: int) -> None:
+    """Whatever is reclaimed, spilled, brought back and dropped meanwhile: who comes back finds a true beginning."""
+
+    async def scenario() -> None:
+        host = Host(device_slabs=16)
+        with_options(host, conversation_spill_bytes=6 * SLAB_BYTES, conversations_per_user_max=5)
+        opened = await host.open(model)
+        before = host.state()
+        random = np.random.default_rng(seed)
+        left: dict[str, list[int]] = {}
+        came_back = [0]
+
+        async def talk(session: Session) -> None:
+            for _ in range(40):
+                name = "abcdef"[random.integers(6)]
+                cells_max = int(random.choice([CELLS, CELLS_MAX]))
+                try:
+                    conversation = await Talk(host, session).open(opened.model_id, name, cells_max)
+                except (Exhausted, PreconditionFailed):
+                    await asyncio.sleep(random.random() * 0.004)
+                    continue
+                complete = conversation.transcript.complete
+                kept = left.pop(name, [])[:complete]
+                assert len(kept) == complete == conversation.transcript.common(kept)
+                assert conversation.is_intact()
+                came_back[0] += complete > 0
+                said = [int(token) for token in random.integers(1, 1 << 20, random.integers(1, 5 * CELLS))]
+                try:
+                    conversation.transcript.cut(int(random.integers(0, complete + 1)))
+                    kept = kept[: conversation.transcript.complete]
+                    await conversation.say(*said[: cells_max - len(kept)])
+                    left[name] = [*kept, *said[: cells_max - len(kept)]]
+                except Exhausted:
+                    left[name] = kept
+                await asyncio.sleep(random.random() * 0.004)
+                await conversation.leave()
+
+        async def press(session: Session) -> None:
+            range_id = host.range(session)
+            for _ in range(40):
+                try:
+                    grown = await host.manager.kv.grow(session, [(range_id, int(random.integers(1, 9)) * CELLS)])
+                    host.manager.acknowledge(session, grown.batch_id) if grown.batch_id else None
+                except Exhausted:
+                    pass
+                await asyncio.sleep(random.random() * 0.01)
+                await host.manager.kv.shrink(session, range_id, int(random.integers(0, 3)) * CELLS)
+                if random.random() < 0.2:
+                    try:
+                        await host.manager.conversations.drop(0, "abcdef"[random.integers(6)])
+                    except (NotFound, PreconditionFailed):
+                        pass
+            await host.manager.kv.shrink(session, range_id, 0)
+
+        sessions = [host.connect("user") for _ in range(4)]
+        for session in sessions:
+            await host.open(model, session)
+        await asyncio.gather(*(talk(s) for s in sessions[:3]), press(sessions[3]))
+        assert came_back[0] > 5
+        for conversation in host.manager.conversations.of(0):
+            await host.manager.conversations.drop(0, conversation.key.name)
+        for session in sessions:
+            host.manager.disconnect(session, "done")
+        await until(lambda: not host.manager.releases.tasks)
+        sums, _, descriptors = host.state()
+        kinds = ("kv", "revoking", "quarantined")
+        assert not [(kind, n_bytes) for kind, n_bytes in sums.items() if kind.endswith(kinds) and n_bytes]
+        assert descriptors == before[2]
+        await host.close()
+
+    run(scenario)

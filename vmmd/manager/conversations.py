@@ -196,7 +196,7 @@ class Conversations:
                 return None, why
             if conversation.record.device == cells.device:
                 return conversation, ""
-            await asyncio.shield(self._begin(conversation, partial(self._move, conversation, cells.device)))
+            await asyncio.shield(self._begin_move(conversation, cells.device))
         return None, ""
 
     def _make(self, session: Session, key: Key, cells: Cells, model: Model, cells_max: int) -> Conversation:
@@ -304,15 +304,16 @@ class Conversations:
             return  # somebody was faster
         if self._make_room_to_spill(conversation):
             try:
-                await asyncio.shield(self._begin(conversation, partial(self._move, conversation, self._manager.host)))
+                await asyncio.shield(self._begin_move(conversation, self._manager.host))
                 return
             except (VmmError, OSError) as error:
                 log.warning("conversation.not_spilled", range=range_id, why=str(error))
         if conversation.record.parked_s is None:
             return
         record = conversation.record
-        keep = len(record.slabs) - slabs
-        if keep <= 0:
+        leased = sorted(i for i, s in record.slabs.items() if self._manager.ledger.slabs[s].state is SlabState.LEASED)
+        keep = leased[-slabs] if slabs < len(leased) else 0
+        if keep == 0:
             self._discard(conversation, "memory was short")
             return
         conversation.tokens = conversation.tokens[: keep * record.cells_per_slab]
@@ -366,15 +367,18 @@ class Conversations:
                 return False
             self._discard(self._by_range[oldest.range_id], "newer ones needed the host's memory")
 
-    async def _move(self, conversation: Conversation, device: str) -> None:
-        """Copies a parked one to a range on another device, where it is parked then.
+    def _begin_move(self, conversation: Conversation, device: str) -> "asyncio.Task[None]":
+        """Takes a parked one out of others' reach, at once, and moves it to another device, where it is parked then.
 
-        Errors: `Exhausted`, `DriverError`; it stays where it is.
+        Errors of the task: `Exhausted`, `DriverError`; it stays where it is.
         """
-        manager, ledger, old = self._manager, self._manager.ledger, conversation.record
-        since_s = old.parked_s
+        since_s = conversation.record.parked_s
         assert since_s is not None
-        ledger.unpark(old.range_id)
+        self._manager.ledger.unpark(conversation.record.range_id)
+        return self._begin(conversation, partial(self._move, conversation, device, since_s))
+
+    async def _move(self, conversation: Conversation, device: str, since_s: float) -> None:
+        manager, ledger, old = self._manager, self._manager.ledger, conversation.record
         slabs = [slab_id for _, slab_id in sorted(old.slabs.items())]
         new = RangeRecord(
             ledger.new_id(),
