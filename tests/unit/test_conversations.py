@@ -580,6 +580,25 @@ def test_other_programs_get_the_memory_of_conversations_first(model: SmallModel)
     run(scenario)
 
 
+def test_a_closed_range_is_no_conversation_any_more(model: SmallModel) -> None:
+    """A session that closes its conversation's range gives it up, and its name is new again."""
+
+    async def scenario() -> None:
+        host = Host()
+        opened = await host.open(model)
+        before = host.state()
+        talk = await Talk(host, host.session).open(opened.model_id)
+        await talk.say(*range(2 * CELLS))
+        del talk.transcript
+        await host.manager.kv.close(host.session, talk.record.range_id)
+        assert found(host) is None and talk.record.range_id not in host.manager.ledger.ranges
+        assert host.state() == before
+        assert (await Talk(host, host.session).open(opened.model_id)).transcript.complete == 0
+        await host.close()
+
+    run(scenario)
+
+
 def test_dropping_frees_the_memory(model: SmallModel) -> None:
     """A dropped conversation's cells and bytes are free, and its name is new again."""
 
