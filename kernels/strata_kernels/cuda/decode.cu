@@ -290,7 +290,6 @@ extern "C" __global__ void ROWS_BOUNDS
     const float inverse = 1.0f / static_cast<float>(row_groups);
     const uint32_t room = room_of(PAIR * stride);
     Stage stage{shared + warp * top_k * room};
-    const uint8_t* const near = stage.place + (first + mine) * stride % 16;  // experts are aligned to 16
     for (int rank = 0; rank < top_k; ++rank) {
       stage.ask(experts[rank] + (first + mine) * stride, PAIR * stride);
       if (rank == half - 1) commit_copies();
@@ -315,8 +314,8 @@ extern "C" __global__ void ROWS_BOUNDS
         const ActivationPart<F> values(a, rank * d_expert + block * F::BLOCK_VALUES + F::first(in_block));
 #ifdef STRATA_IN_PLACE
         const uint8_t* row = experts[rank] + (first + mine) * stride + block * F::BLOCK_BYTES;
-#else
-        const uint8_t* row = near + rank * room + block * F::BLOCK_BYTES;
+#else  // experts are aligned to 16
+        const uint8_t* row = shared + (warp * top_k + rank) * room + (first + mine) * stride % 16 + block * F::BLOCK_BYTES;
 #endif
         const float weight_of_rank = routing.weights[rank];
 #pragma unroll

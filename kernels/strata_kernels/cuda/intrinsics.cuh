@@ -72,15 +72,21 @@ __device__ __forceinline__ uint4 load_once(const void* p) {
   return v;
 }
 
-// ---- Copies from global to shared memory that go on behind the thread; 16 bytes, both aligned to 16. Only the first
-// `n` are read, and zeros written for the others.
+// ---- Copies from global to shared memory that go on behind the thread; 16 bytes, both aligned to 16.
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+}
+
+// Only the first `n` are read, and zeros written for the others. It is another instruction: neighbours' copies of host
+// memory seem not to become one request then, which halves the rate.
 __device__ __forceinline__ void copy_part_async(void* shared, const void* global, uint32_t n) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(n) : "memory");
 }
 
 // All 16 bytes, or none.
-__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid = true) {
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
   copy_part_async(shared, global, valid ? 16 : 0);
 }
 

@@ -59,9 +59,9 @@ struct Stage {
 #else
     uint8_t* const to = place;
     const uint32_t skew = reinterpret_cast<uint64_t>(from) % 16, size = static_cast<uint32_t>(size_bytes) + skew;
-    for (uint32_t at = 16 * thread; at < size; at += 16 * n_threads) {
-      copy_part_async(to + at, from - skew + at, min(size - at, 16u));
-    }
+    const uint32_t rest = size % 16, whole = size - rest;
+    for (uint32_t at = 16 * thread; at < whole; at += 16 * n_threads) copy_async(to + at, from - skew + at);
+    if (rest != 0 && thread == 0) copy_part_async(to + whole, from - skew + whole, rest);
     place += room_of(size_bytes);
     return to + skew;
 #endif

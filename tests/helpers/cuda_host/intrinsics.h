@@ -38,9 +38,11 @@ inline void copy_part_async(void* shared, const void* global, uint32_t n, STRATA
   strata_host::self().copies.back().push_back(copy);
 }
 
-inline void copy_async(void* shared, const void* global, bool valid = true, STRATA_HERE) {
+inline void copy_async(void* shared, const void* global, bool valid, STRATA_HERE) {
   copy_part_async(shared, global, valid ? 16 : 0, site);
 }
+
+inline void copy_async(void* shared, const void* global, STRATA_HERE) { copy_part_async(shared, global, 16, site); }
 
 inline void commit_copies() { strata_host::self().copies.emplace_back(); }
 
