@@ -201,6 +201,8 @@ class LimitsConfig:
 
     sessions_per_user_max: int = _key(64, _integer(1, 100_000))
     ranges_per_session_max: int = _key(256, _integer(1, 100_000))
+    ranges_per_user_max: int = _key(1024, _integer(1, 1_000_000))
+    calls_per_user_max: int = _key(256, _integer(1, 100_000))
     files_max: int = _key(1024, _integer(1, 100_000))
     conversations_per_user_max: int = _key(64, _integer(1, 100_000))
 

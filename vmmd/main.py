@@ -215,6 +215,8 @@ def _options(config: configuration.Config) -> Options:
         state_dir=profiles.state_directory(config.state_dir),
         sessions_per_user_max=config.limits.sessions_per_user_max,
         ranges_per_session_max=config.limits.ranges_per_session_max,
+        ranges_per_user_max=config.limits.ranges_per_user_max,
+        calls_per_user_max=config.limits.calls_per_user_max,
         files_max=config.limits.files_max,
         conversations_per_user_max=config.limits.conversations_per_user_max,
         conversation_expiry_s=config.conversations.expiry_s,

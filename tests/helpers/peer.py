@@ -360,6 +360,10 @@ class Remote:
         """Calls a method without waiting; `answer` waits."""
         self._pipe.send((verb, args, options))
 
+    def has_answered(self) -> bool:
+        """Whether the answer that is due is there."""
+        return self._pipe.poll()
+
     def answer(self, timeout_s: float = 60) -> Any:
         """The answer that is due."""
         assert self._pipe.poll(timeout_s), f"client {self.pid} does not answer"

@@ -26,11 +26,13 @@ class Devices:
         failed = [uuid for uuid in computing if self._manager.ledger.devices[uuid].failed]
         if not uuids:
             uuids = [uuid for uuid in computing if uuid not in failed][:1] or computing[:1]
+        if len(uuids) > len(computing):
+            raise InvalidRequest(f"{len(uuids)} devices named; this vmmd owns {', '.join(computing)}")
         if any(uuid in failed for uuid in uuids):
             raise NoDevice(f"device {', '.join(failed)} has failed; use another one, or restart vmmd to recover it")
         for uuid in uuids:
             if uuid not in computing:
-                raise NotFound(f"there is no device {uuid!r} here; this vmmd owns {', '.join(computing)}")
+                raise NotFound(f"there is no device {uuid[:80]!r} here; this vmmd owns {', '.join(computing)}")
         if len(set(uuids)) != len(uuids):
             raise InvalidRequest(f"devices named twice: {', '.join(uuids)}")
         return list(uuids)

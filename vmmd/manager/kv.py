@@ -82,6 +82,16 @@ class KvRanges:
             raise Exhausted(
                 f"this session has {limit} ranges, which is the limit (ranges_per_session_max); close one first"
             )
+        uid, most = session.record.uid, self._manager.options.ranges_per_user_max
+        if sum(self._uid_of(r) == uid for r in self._manager.ledger.ranges.values()) >= most:
+            raise Exhausted(
+                f"user {uid} has {most} ranges, which is the limit (ranges_per_user_max); close one first"
+            )
+
+    def _uid_of(self, record: RangeRecord) -> int | None:
+        """The user whose session has a range; None of a model's."""
+        session = self._manager.ledger.sessions.get(record.owner)
+        return session.uid if session is not None else None
 
     def _own_range(self, session: Session, range_id: int) -> RangeRecord:
         record = self._manager.ledger.ranges.get(range_id)

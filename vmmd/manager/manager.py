@@ -56,6 +56,8 @@ class Options:
     state_dir: Path | None = None
     sessions_per_user_max: int = 64
     ranges_per_session_max: int = 256
+    ranges_per_user_max: int = 1024
+    calls_per_user_max: int = 256
     files_max: int = 1024
     conversations_per_user_max: int = 64
     conversation_expiry_s: float = 21_600.0
@@ -122,6 +124,10 @@ class Manager:
         self._by_token[session.token] = session
         log.info("session.connected", session=session.session_id, pid=pid, uid=uid, executable=executable)
         return session
+
+    def find_session(self, token: str) -> Session | None:
+        """The session of a token, None where it is no session's."""
+        return self._by_token.get(token)
 
     def by_token(self, token: str) -> Session:
         """The session of a token. Errors: `PermissionDenied`."""

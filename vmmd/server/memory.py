@@ -1,20 +1,28 @@
 """The `Memory` service."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 
 from strata_api.v1 import memory_pb2, memory_pb2_grpc
 
 from vmmd.core import geometry
-from vmmd.errors import InvalidRequest, LeaseRevoked, VmmError
+from vmmd.errors import Exhausted, InvalidRequest, LeaseRevoked, VmmError
 from vmmd.manager import Manager
 from vmmd.manager.conversations import Opened
+from vmmd.manager.model import Model
 from vmmd.manager.session import Session
 from vmmd.server import convert
 from vmmd.server.rpc import Context, streaming, token_of, unary
 
 PROGRESS_S = 0.1
-STACKS_MAX = 3 * geometry.EXPERTS_MAX
+PART_ENTRIES_MAX = 1000
+"""Stacks or extents of one message: translating them holds everybody up."""
+
+ENTRIES_PER_USER_MAX = 3 * geometry.EXPERTS_MAX + geometry.EXTENTS_MAX
+"""Of all geometries that a user's sessions are sending: what the largest model has."""
+
+NAME_CHARACTERS_MAX = 255
 
 
 class Memory(memory_pb2_grpc.MemoryServicer):
@@ -22,6 +30,7 @@ class Memory(memory_pb2_grpc.MemoryServicer):
 
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
+        self._entries: Counter[int] = Counter()  # of geometries under way, by user id
 
     def _session(self, context: Context) -> Session:
         return self._manager.by_token(token_of(context))
@@ -39,27 +48,7 @@ class Memory(memory_pb2_grpc.MemoryServicer):
         self, requests: AsyncIterator[memory_pb2.OpenModelRequest], context: Context
     ) -> AsyncIterator[memory_pb2.OpenModelEvent]:
         session = self._session(context)
-        begin: memory_pb2.Begin | None = None
-        stacks: list[geometry.Stack] = []
-        weights: list[geometry.Extent] = []
-        async for request in requests:
-            part = request.WhichOneof("part")
-            if (part == "begin") != (begin is None):
-                raise InvalidRequest("an OpenModel stream starts with one Begin, then come Stacks and Extents")
-            if part == "begin":
-                begin = request.begin
-            elif part == "stacks":
-                stacks += convert.stacks(request.stacks)
-            elif part == "weights":
-                weights += convert.extents(request.weights)
-            if len(stacks) > STACKS_MAX or len(weights) > geometry.EXTENTS_MAX:
-                raise InvalidRequest(f"geometry: more than {STACKS_MAX} stacks or {geometry.EXTENTS_MAX} extents")
-        if begin is None:
-            raise InvalidRequest("an OpenModel stream starts with a Begin; it was empty")
-        shape = begin.n_layers, begin.n_experts, begin.top_k
-        model, shared = await self._manager.open_model(
-            session, begin.files_id, begin.name, begin.device_uuids, shape, stacks, weights
-        )
+        model, shared = await self._open(session, requests)
         while not model.ready.done():
             await asyncio.wait([model.ready], timeout=PROGRESS_S)
             if model.total_bytes:
@@ -83,6 +72,48 @@ class Memory(memory_pb2_grpc.MemoryServicer):
                 shared=shared,
             )
         )
+
+    async def _open(self, session: Session, requests: AsyncIterator[memory_pb2.OpenModelRequest]) -> tuple[Model, bool]:
+        """Reads a geometry and finds or makes its model, which may still be filling; whether it was there."""
+        begin: memory_pb2.Begin | None = None
+        stacks: list[geometry.Stack] = []
+        weights: list[geometry.Extent] = []
+        uid, count = session.record.uid, 0
+        try:
+            async for request in requests:
+                part = request.WhichOneof("part")
+                if (part == "begin") != (begin is None):
+                    raise InvalidRequest("an OpenModel stream starts with one Begin, then come Stacks and Extents")
+                entries = len(request.stacks.stacks) + len(request.weights.extents)
+                if entries > PART_ENTRIES_MAX:
+                    raise InvalidRequest(
+                        f"geometry: {entries} entries in a part; {PART_ENTRIES_MAX} are possible, send more parts"
+                    )
+                count += entries
+                self._entries[uid] += entries
+                if self._entries[uid] > ENTRIES_PER_USER_MAX:
+                    raise Exhausted(
+                        f"user {uid} is opening models of more than {ENTRIES_PER_USER_MAX} stacks and extents in all;"
+                        " open one after the other"
+                    )
+                if part == "begin":
+                    begin = request.begin
+                elif part == "stacks":
+                    stacks += convert.stacks(request.stacks)
+                elif part == "weights":
+                    weights += convert.extents(request.weights)
+            if begin is None:
+                raise InvalidRequest("an OpenModel stream starts with a Begin; it was empty")
+            if len(begin.name) > NAME_CHARACTERS_MAX:
+                raise InvalidRequest(
+                    f"a model's name of {len(begin.name)} characters; at most {NAME_CHARACTERS_MAX} are possible"
+                )
+            shape = begin.n_layers, begin.n_experts, begin.top_k
+            return await self._manager.open_model(
+                session, begin.files_id, begin.name, begin.device_uuids, shape, stacks, weights
+            )
+        finally:
+            self._entries[uid] -= count
 
     @unary
     async def CloseModel(self, request: memory_pb2.CloseModelRequest, context: Context) -> memory_pb2.CloseModelReply:
@@ -109,6 +140,11 @@ class Memory(memory_pb2_grpc.MemoryServicer):
 
     @unary
     async def GrowRanges(self, request: memory_pb2.GrowRangesRequest, context: Context) -> memory_pb2.GrowRangesReply:
+        most = self._manager.options.ranges_per_session_max
+        if len(request.growths) > most:
+            raise InvalidRequest(
+                f"{len(request.growths)} growths in one call; a session has {most} ranges (ranges_per_session_max)"
+            )
         growths = [(g.range_id, g.cells) for g in request.growths]
         granted = await self._manager.kv.grow(self._session(context), growths)
         return memory_pb2.GrowRangesReply(

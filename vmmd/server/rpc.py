@@ -53,13 +53,19 @@ def status_of(error: VmmError) -> status_pb2.Status:
 
 def token_of(context: Context) -> str:
     """The caller's token, empty where none was sent."""
-    for key, value in context.invocation_metadata() or ():
+    return token_in(context.invocation_metadata())
+
+
+def token_in(metadata: Any) -> str:
+    """The token in a call's metadata, empty where there is none."""
+    for key, value in metadata or ():
         if key == TOKEN_KEY:
             return str(value)
     return ""
 
 
-async def _abort(context: Context, error: VmmError) -> None:
+async def abort(context: Context, error: VmmError) -> None:
+    """Ends a call with an error."""
     status = rpc_status.to_status(status_of(error))
     await context.abort(status.code, status.details, status.trailing_metadata)
 
@@ -83,9 +89,9 @@ def unary(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]
         except Exception as error:
             known = _known(error, method.__name__)
             reason = known.reason
-            await _abort(context, known)
+            await abort(context, known)
         finally:
-            _log(method.__name__, reason, began)
+            log_call(method.__name__, reason, began)
 
     return call
 
@@ -102,9 +108,9 @@ def streaming(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncI
         except Exception as error:
             known = _known(error, method.__name__)
             reason = known.reason
-            await _abort(context, known)
+            await abort(context, known)
         finally:
-            _log(method.__name__, reason, began)
+            log_call(method.__name__, reason, began)
 
     return call
 
@@ -115,6 +121,7 @@ def _bound() -> Any:
     return log.bind()
 
 
-def _log(method: str, code: str, began: float) -> None:
+def log_call(method: str, code: str, began: float) -> None:
+    """The one line of a call that began at `began` of `time.perf_counter`."""
     emit = _bound().debug if code == "ok" else log.info
     emit("rpc", method=method, code=code, duration_ms=round((time.perf_counter() - began) * 1e3, 3))

@@ -11,9 +11,18 @@ from strata_api.v1 import admin_pb2, admin_pb2_grpc, memory_pb2, memory_pb2_grpc
 from vmmd.errors import Unavailable
 from vmmd.manager import Manager
 from vmmd.server.admin import Admin
+from vmmd.server.calls import Calls
 from vmmd.server.memory import Memory
 
 MESSAGE_BYTES_MAX = 4 << 20
+REQUEST_BYTES_MAX = 256 << 10
+"""Decoding holds everybody up, so what is long comes in parts."""
+
+CONNECTIONS_MAX = 4096
+STREAMS_PER_CONNECTION_MAX = 256
+HANDSHAKE_TIMEOUT_MS = 5_000
+IDLE_TIMEOUT_MS = 60_000
+"""Of a connection without a call; whoever watches has one."""
 
 
 class Server:
@@ -23,10 +32,20 @@ class Server:
         self._path = path
         options = [
             ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+            ("grpc.max_receive_message_length", REQUEST_BYTES_MAX),
             ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+            ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
+            ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+            ("grpc.max_connection_idle_ms", IDLE_TIMEOUT_MS),
         ]
-        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=4096)
+
+        def user_of(token: str) -> int | None:
+            session = manager.find_session(token)
+            return admins.get(token) if session is None else session.record.uid
+
+        calls = Calls(user_of, manager.options.calls_per_user_max)
+        self._server = grpc.aio.server(interceptors=[calls], options=options)
         self._health = health.aio.HealthServicer()
         memory_pb2_grpc.add_MemoryServicer_to_server(Memory(manager), self._server)  # type: ignore[no-untyped-call]
         admin_pb2_grpc.add_AdminServicer_to_server(Admin(manager, admins, admin_uids), self._server)  # type: ignore[no-untyped-call]

@@ -93,7 +93,8 @@ class MemoryServicer(object):
     def OpenModel(self, request_iterator, context):
         """Opens a model: its weights range, arena parts and residency table are found
         or made, filled, and granted. Parts of the geometry are streamed, in the
-        order Begin, then Stacks and Extents in any mix; half-close ends them.
+        order Begin, then Stacks and Extents in any mix, at most 1000 entries a
+        message; half-close ends them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
