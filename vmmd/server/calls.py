@@ -47,17 +47,18 @@ class Calls(grpc.aio.ServerInterceptor):
         decode = handler.request_deserializer
         name = handler_call_details.method.rpartition("/")[2]
 
-        async def request_of(received: AsyncIterator[bytes]) -> Any:
-            requests = _decoded(received, decode, name)
-            return requests if handler.request_streaming else await _only(requests)
+        async def request_of(received: AsyncIterator[bytes], context: Context) -> Any:
+            if handler.request_streaming:
+                return _decoded(received, decode, name)
+            return _decode(await _only(context), decode, name)
 
         async def call(received: AsyncIterator[bytes], context: Context) -> Any:
             async with self._admitted(user, name, context):
-                return await method(await request_of(received), context)
+                return await method(await request_of(received, context), context)
 
         async def stream(received: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
             async with self._admitted(user, name, context):
-                async for reply in method(await request_of(received), context):
+                async for reply in method(await request_of(received, context), context):
                     yield reply
 
         return make(stream if inspect.isasyncgenfunction(method) else call, None, handler.response_serializer)
@@ -89,23 +90,28 @@ class Calls(grpc.aio.ServerInterceptor):
                 del self._in_flight[user]
 
 
-async def _decoded(received: AsyncIterator[bytes], decode: Callable[[bytes], Any], name: str) -> AsyncIterator[Any]:
+def _decode(data: bytes, decode: Callable[[bytes], Any], method: str) -> Any:
+    """The message. Errors: `InvalidRequest`."""
+    try:
+        return decode(data)
+    except DecodeError:
+        raise InvalidRequest(
+            f"a request of {method} is no message of its kind; is the client of another version?"
+        ) from None
+
+
+async def _decoded(received: AsyncIterator[bytes], decode: Callable[[bytes], Any], method: str) -> AsyncIterator[Any]:
     async for data in received:
-        try:
-            request = decode(data)
-        except DecodeError:
-            raise InvalidRequest(
-                f"a request of {name} is no message of its kind; is the client of another version?"
-            ) from None
-        yield request
+        yield _decode(data, decode, method)
 
 
-async def _only(requests: AsyncIterator[Any]) -> Any:
+async def _only(context: Context) -> bytes:
     """The one request of a call. Errors: `InvalidRequest` where there is none, or it does not come."""
     try:
         async with asyncio.timeout(REQUEST_DEADLINE_S):
-            async for request in requests:
-                return request
+            data = await context.read()
     except TimeoutError:
         raise InvalidRequest(f"no request came within {REQUEST_DEADLINE_S:g} s of the call's beginning") from None
-    raise InvalidRequest("the call ended without a request")
+    if data is grpc.aio.EOF:
+        raise InvalidRequest("the call ended without a request")
+    return bytes(data)
