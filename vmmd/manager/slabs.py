@@ -111,7 +111,8 @@ class Slabs:
         until = time.monotonic() + (WAIT_DEADLINE_S if patient else 0.0)
         while attempts < ATTEMPTS_MAX:
             try:
-                plan = arbiter.plan(self._ledger, self._manager.holders(), requests, keep_models=keep_models)
+                keep = {*keep_models, *self._withholding(requests)}
+                plan = arbiter.plan(self._ledger, self._manager.holders(), requests, keep_models=keep)
             except Exhausted as error:
                 if time.monotonic() < until and await self._wait_for_memory(requests):
                     continue
@@ -146,6 +147,19 @@ class Slabs:
             except Stuck as stuck:
                 log.warning("plan.stuck", model=stuck.model_id, pids=stuck.pids)
         raise Exhausted("no slab could be had: the readers of every arena that could give some are stuck")
+
+    def _withholding(self, requests: Sequence[arbiter.Request]) -> set[int]:
+        """Models of other domains with a client that keeps what was taken back: asking it for more is in vain."""
+        domains = {self._ledger.ranges[r.range_id].domain for r in requests}
+        quarantined = (
+            i for device in self._ledger.devices for i in self._ledger.slabs_in(device, SlabState.QUARANTINED)
+        )
+        holders = {self._ledger.slabs[i].holder for i in quarantined}
+        return {
+            m.model_id
+            for m in self._manager.models.values()
+            if m.arena.domain not in domains and any(s.session_id in holders for s in m.sessions)
+        }
 
     async def _wait_for_memory(self, requests: Sequence[arbiter.Request]) -> bool:
         """Waits for slabs that are on their way back, or experts that will soon be evictable; False if none are.
@@ -219,7 +233,7 @@ class Slabs:
                         for slab_id in trade.slab_ids:  # not free for a moment: others plan with what is free
                             self._ledger.finish_revoke(slab_id, time.monotonic())
                             leases.lease(slab_id, time.monotonic())
-            except VmmError as error:
+            except (VmmError, _PlanAgain) as error:
                 errors.append(error)
         if errors:
             for (model, trade, _), result in zip(begun, results[1:], strict=True):
@@ -298,10 +312,7 @@ class Slabs:
                 leases.lease(new[-1], time.monotonic())
             await self._create(new)
             if len(gone) < len(trade.slab_ids):
-                raise Exhausted(
-                    f"{len(trade.slab_ids) - len(gone)} slabs of model {model.model_id} are still held by its"
-                    " clients past the deadline; they are quarantined (see vmmctl status)"
-                )
+                raise _PlanAgain  # without that arena: what is still held past the deadline is quarantined
             if len(new) < len(gone):
                 raise Exhausted(f"other programs took the room for {len(gone) - len(new)} slabs on {device} meanwhile")
 
