@@ -9,6 +9,7 @@ steps, by a third thread: only what was not there before, which no step can have
 import mmap
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -283,6 +284,10 @@ class Place(NamedTuple):
     sizes_bytes: tuple[int, int, int]
 
 
+HOMES_DEADLINE_S = 5.0
+"""How long a step waits for homes that were added and are not mapped yet."""
+
+
 class _Found(NamedTuple):
     slab: int
     mapped: set[int]
@@ -379,9 +384,20 @@ class ClientMemory:
         at = layer * self._shape.n_experts + expert
         place = self.find(int(self.home_entries[at]), layer, expert)
         if place is None:
-            self.map_homes()
+            word = int(self.home_entries[at])
+            self.await_homes(lambda: not word or self.find(word, layer, expert) is not None)
             place = self.find(int(self.home_entries[at]), layer, expert)
         return place
+
+    def await_homes(self, are_mapped: Callable[[], bool]) -> None:
+        """Maps the homes, or waits until those are mapped that the daemon has added.
+
+        A process that was stopped hears of them when it reads them already. Errors: as `map_homes`.
+        """
+        self.map_homes()
+        until_s = time.monotonic() + HOMES_DEADLINE_S
+        while not are_mapped() and time.monotonic() < until_s:
+            time.sleep(0.001)
 
     def find(self, word: int, layer: int, expert: int) -> Place | None:
         """Where a word of the residency table says that an expert is; None if its slab is not mapped, or it is 0."""

@@ -116,6 +116,7 @@ class Session:
         self._ranges: dict[int, MappedRange] = {}
         self._models: list[int] = []
         self._homes: list[Later[None]] = []
+        self._home_ranges: set[int] = set()
         self._gone = ""
         self._metadata = ((connection.TOKEN_KEY, broker.token),)
         self._outgoing: queue.SimpleQueue[wire.WatchRequest | None] = queue.SimpleQueue()
@@ -199,6 +200,7 @@ class Session:
         batch = Batch([weights, *arena], n_experts)
         with timings.stage("map"):
             self._broker.fetch(opened.batch_id, lambda grant: batch.take(grant.entries, grant.fds))
+        self._home_ranges.add(homes.range_id)
         self._register(weights, homes, *arena)
         later = Later("homes", partial(self._map_homes, opened.homes_batch_id, homes))
         self._homes.append(later)
@@ -439,8 +441,12 @@ class Session:
         if event.WhichOneof("event") == "slabs_removed":
             self._change(lambda: self._remove(event.slabs_removed))
         elif event.slabs_added.range_id in self._ranges:
+            range_ = self._ranges[event.slabs_added.range_id]
             try:
-                self._fetch(event.slabs_added.batch_id, Batch([self._ranges[event.slabs_added.range_id]]))
+                if range_.range_id in self._home_ranges:
+                    self._map_homes(event.slabs_added.batch_id, range_)
+                else:
+                    self._fetch(event.slabs_added.batch_id, Batch([range_]))
             except VmmError as error:  # what is not mapped is read from its home
                 self.troubles.append(f"memory that was added could not be had: {error}")
         else:
@@ -457,7 +463,7 @@ class Session:
         return batch
 
     def _map_homes(self, batch_id: int, homes: MappedRange) -> None:
-        """Maps the homes that there were when the model was opened, some at once, beside steps."""
+        """Maps homes, some at once, beside steps: one that has begun may wait for them."""
 
         def take(grant: connection.Grant) -> None:
             homes.map_missing([entry.slab_index for entry in grant.entries], grant.fds)

@@ -60,7 +60,8 @@ class AddressTable:
         missing = bases == 0
         homes = self._find(memory.home_entries[where[missing]], where[missing])
         if np.any(homes == 0):
-            memory.map_homes()
+            words = memory.home_entries[where[missing]]
+            memory.await_homes(lambda: bool(np.all((words == 0) | (self._find(words, where[missing]) != 0))))
             homes = self._find(memory.home_entries[where[missing]], where[missing])
         if np.any(homes == 0):
             layer, expert = divmod(int(where[missing][np.argmin(homes)]), self.words.shape[1])

@@ -195,3 +195,19 @@ def test_a_forked_child_that_inherited_everything_is_charged_for_it(scene: Scene
             os.kill(child, signal.SIGKILL)
         scene.nothing_is_left()
         scene.trades_go_on()
+
+
+def test_a_client_that_stops_before_it_has_mapped_the_homes_holds_nobody_up() -> None:
+    """Homes that a stopped client was granted are used without it, so its arena gives; it reads rightly afterwards."""
+    with public_model() as model, running_daemon(CONFIG.format(14 * 64)) as daemon, ExitStack() as stack:
+        stopped, grower = (stack.enter_context(Remote(daemon.directory)) for _ in range(2))
+        admin = stack.enter_context(Admin(daemon.directory))
+        stopped.ask("open", model)
+        grower.ask("create")
+        with stopped_by_signal(stopped.pid):
+            assert grower.ask("grow", 6) == 6
+            grower.ask("write_kv", 9)
+            assert admin.status().models[0].homes == model.n
+        assert stopped.ask("wrong_experts") == 0
+        assert grower.ask("read_kv") == [9]
+        assert stopped.ask("troubles") == []

@@ -136,10 +136,14 @@ class Homes:
             await self._filled.put(group)
 
     async def _publish(self) -> None:
-        """Stage 3."""
+        """Stage 3. A session that does not map what it was granted, as one that is stopped, is waited for a while."""
         model = self._model
         while (group := await self._filled.get()) is not None:
-            while not model.closed and any(batch in s.batches and not s.ended for s, batch in group.grants):
+            end_s = time.monotonic() + self._manager.options.revoke_deadline_s
+            while not model.closed and (late := [s for s, i in group.grants if i in s.batches and not s.ended]):
+                if time.monotonic() > end_s:
+                    log.warning("homes.unmapped", model=model.model_id, pids=[s.record.pid for s in late])
+                    break
                 await asyncio.sleep(0.002)
             if not model.closed:
                 filling.publish_homes(model, group.experts)
