@@ -20,6 +20,7 @@ from tests.helpers.peer import (
     Remote,
     SmallModel,
     descriptors_of,
+    memory_of,
     public_model,
     threads_of,
     wait_for_descriptors,
@@ -76,42 +77,48 @@ def test_memory_of_a_killed_client_is_free_within_a_second(daemon: Daemon, model
         assert stays.ask("wrong_experts") == 0
 
 
-def test_a_hundred_kills_leave_nothing(daemon: Daemon, model: SmallModel) -> None:
-    """Clients killed while they connect, open, grow or decode leave bytes, descriptors and threads where they were."""
-    chance = random.Random(1)
+def _live(peer: Remote, deed: str, model: SmallModel, chance: random.Random) -> None:
+    """Begins what the client is to be killed in."""
+    if deed == "connect":
+        peer.tell("connect")
+        return
+    peer.ask("connect")
+    if deed == "open":
+        peer.tell("open", model)
+        return
+    peer.ask("open", model)
+    peer.ask("create")
+    if deed == "decode":
+        peer.ask("grow", 3)
+        peer.tell("count_reads", 60.0)
+        return
+    peer.tell("grow", chance.choice([4, 20, 26]))
+
+
+def _kill_many(daemon: Daemon, model: SmallModel, times: int, seed: int) -> tuple[int, int]:
+    """Bytes of memory of the daemon before and after; all else is checked here."""
+    print("seed", seed)
+    chance = random.Random(seed)
     pid = daemon.process.pid
-
-    def life(peer: Remote, deed: str) -> None:
-        if deed == "connect":
-            peer.tell("connect")
-            return
-        peer.ask("connect")
-        if deed == "open":
-            peer.tell("open", model)
-            return
-        peer.ask("open", model)
-        peer.ask("create")
-        if deed == "decode":
-            peer.ask("grow", 3)
-            peer.tell("count_reads", 60.0)
-            return
-        peer.tell("grow", chance.choice([4, 20, 26]))
-
     with Admin(daemon.directory) as admin, Remote(daemon.directory) as stays:
         stays.ask("open", model)
-        for deed in ("connect", "open", "grow", "decode") * 2:  # threads and whatever else comes with the first ones
-            with Remote(daemon.directory, connect=False) as peer:
-                life(peer, deed)
-        wait_until(lambda: len(admin.status().sessions) == 1 and _kv_bytes(admin) == 0, 5)
-        wait_until(lambda: admin.status().models[0].resident == model.n, 5)
-        descriptors, threads = descriptors_of(pid), threads_of(pid)
-        for _ in range(100):
-            peer = Remote(daemon.directory, connect=False)
-            life(peer, chance.choice(["connect", "open", "grow", "grow", "decode"]))
-            peer.process.join(chance.random() * 0.02)  # which it does not: a random moment later
-            peer.kill()
-        wait_until(lambda: len(admin.status().sessions) == 1 and _kv_bytes(admin) == 0, 2, lambda: str(admin.status()))
-        wait_until(lambda: admin.status().models[0].resident == model.n, 5, lambda: str(admin.status()))
+
+        def kill(count: int) -> None:
+            for _ in range(count):
+                peer = Remote(daemon.directory, connect=False)
+                _live(peer, chance.choice(["connect", "open", "grow", "grow", "decode"]), model, chance)
+                peer.process.join(chance.random() * 0.02)  # which it does not: a random moment later
+                peer.kill()
+
+        def settle() -> None:
+            wait_until(lambda: len(admin.status().sessions) == 1 and _kv_bytes(admin) == 0, 5)
+            wait_until(lambda: admin.status().models[0].resident == model.n, 5, lambda: str(admin.status()))
+
+        kill(max(8, times // 10))  # threads and whatever else comes with the first ones
+        settle()
+        descriptors, threads, memory = descriptors_of(pid), threads_of(pid), memory_of(pid)
+        kill(times)
+        settle()
         wait_for_descriptors(pid, descriptors)
         assert threads_of(pid) <= threads + 12  # workers of the daemon's pools that were not needed before
         device = admin.device()
@@ -120,6 +127,21 @@ def test_a_hundred_kills_leave_nothing(daemon: Daemon, model: SmallModel) -> Non
         assert (device.quarantined_bytes, device.revoking_bytes, device.unmanaged_bytes) == (0, 0, 0)
         assert stays.ask("wrong_experts") == 0
         assert "Traceback" not in daemon.log.read_text()
+        return memory, memory_of(pid)
+
+
+def test_a_hundred_kills_leave_nothing(daemon: Daemon, model: SmallModel) -> None:
+    """Clients killed while they connect, open, grow or decode leave bytes, descriptors and threads where they were."""
+    _kill_many(daemon, model, 100, 1)
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(1800)
+def test_a_thousand_kills_leave_no_memory(daemon: Daemon, model: SmallModel) -> None:
+    """The same a thousand times from another seed each time, and the daemon's own memory is where it was, too."""
+    before, after = _kill_many(daemon, model, 1000, time.time_ns() % (1 << 32))
+    print(f"the daemon's memory: {before >> 10} KiB before, {after >> 10} KiB after")
+    assert after - before < 4 << 20  # a session's state is some 30 KiB: a hundred that stay would be more
 
 
 def test_a_stopped_reader_delays_its_own_arena_only(daemon: Daemon, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from google.rpc import error_details_pb2  # noqa: F401  preloaded for children of other users
+import numpy.random  # preloaded for children of other users, as are the next two
+from google.rpc import error_details_pb2  # noqa: F401
 from grpc_status import rpc_status  # noqa: F401
 from strata_api.v1 import admin_pb2, admin_pb2_grpc, broker_pb2, memory_pb2, memory_pb2_grpc, pages
 
@@ -259,6 +260,30 @@ class Client:
             self.stub.ListDevices(request, metadata=metadata)
             took.append(time.perf_counter() - began)
         return took[len(took) // 20 :]  # the first ones find everything cold
+
+    def time_growths(self, times: int, slabs: int, pause_s: float) -> list[tuple[float, float, int]]:
+        """Grows the last range again and again, mapping included: begin and end, `time.monotonic`, and slabs traded."""
+        took = []
+        for _ in range(times):
+            began = time.monotonic()
+            traded = self.grow(slabs)
+            took.append((began, time.monotonic(), traded))
+            self.shrink(0)
+            time.sleep(pause_s)
+        return took
+
+    def time_steps(self, seconds: float, reads: int) -> list[tuple[float, float]]:
+        """Runs steps that read so many experts each, one after the other: begin and end, `time.monotonic`."""
+        took = []
+        model, opened = self.models[-1], self.opened[-1]
+        until = time.monotonic() + seconds
+        while (began := time.monotonic()) < until:
+            with opened.steps.step():
+                for at in range(reads):
+                    layer, expert = divmod((len(took) * reads + at) % model.n, model.n_experts)
+                    assert is_right(opened.memory.expert(layer, expert), layer, expert)
+            took.append((began, time.monotonic()))
+        return took
 
     def heat(self, layer: int, experts: Sequence[int], tokens: int = 1) -> None:
         """Counts tokens that were routed to these experts."""
@@ -540,6 +565,17 @@ def descriptors_of(pid: int) -> int:
     return len(links_of(pid))
 
 
+def slabs_of(pid: int) -> int:
+    """Open descriptors of slabs of a process."""
+    return sum("strata-slab" in link for link in _links(pid))
+
+
+def memory_of(pid: int) -> int:
+    """Bytes of a process's own memory in RAM: neither files nor slabs."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssAnon:")).split()[1])
+
+
 def threads_of(pid: int) -> int:
     """Threads of a process."""
     return len(os.listdir(f"/proc/{pid}/task"))
@@ -556,8 +592,12 @@ def wait_for_descriptors(pid: int, count: int, timeout_s: float = 10) -> None:
 
 def links_of(pid: int) -> list[str]:
     """What the descriptors of a process refer to, slabs aside."""
+    return sorted(link for link in _links(pid) if "strata-slab" not in link)
+
+
+def _links(pid: int) -> list[str]:
     links = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):
             links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    return sorted(link for link in links if "strata-slab" not in link)
+    return links

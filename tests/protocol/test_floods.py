@@ -132,16 +132,17 @@ class _Held:
 
 
 @needs_root
-def test_calls_in_flight_of_a_user_are_limited(daemon: Daemon, other: Remote) -> None:
+@pytest.mark.parametrize("method", ["OpenModel", "GrowRanges"])
+def test_calls_in_flight_of_a_user_are_limited(daemon: Daemon, other: Remote, method: str) -> None:
     """Calls that never send all of their request count for their user, whose next call is refused; others' are not."""
     with client(daemon.directory) as one, closing(connection.open_channel(daemon.directory)) as channel:
 
-        def open_model() -> _Held:
-            return _Held(channel, "/strata_api.v1.Memory/OpenModel", one.token())
+        def begin() -> _Held:
+            return _Held(channel, f"/strata_api.v1.Memory/{method}", one.token())
 
-        held = [open_model() for _ in range(CALLS_MAX - 1)]  # and the watch stream
+        held = [begin() for _ in range(CALLS_MAX - 1)]  # and the watch stream
         wait_until(lambda: _refused(one), 10)
-        held.append(open_model())
+        held.append(begin())
         refusal = held[-1].refusal()
         assert isinstance(refusal, Exhausted)
         assert f"user 0 has {CALLS_MAX} calls in flight" in refusal.message
@@ -151,15 +152,6 @@ def test_calls_in_flight_of_a_user_are_limited(daemon: Daemon, other: Remote) ->
         for call in held:
             call.end()
         wait_until(lambda: not _refused(one), 10)
-
-
-def test_a_call_that_sends_no_request_is_ended(daemon: Daemon) -> None:
-    """A call that begins and then says nothing ends after some seconds, with that reason."""
-    with client(daemon.directory) as one, closing(connection.open_channel(daemon.directory)) as channel:
-        call = _Held(channel, "/strata_api.v1.Memory/GrowRanges", one.token())
-        refusal = call.refusal(30)
-        assert isinstance(refusal, InvalidRequest) and "no request came" in refusal.message
-        call.end()
 
 
 def _refused(one: Client) -> bool:

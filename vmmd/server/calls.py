@@ -1,11 +1,10 @@
 """What every call passes before its handler: a count by user, and bytes that must be one message.
 
-A call counts from its first byte, not from its request: one that never sends a
-request is ended after `REQUEST_DEADLINE_S`, and until then is its user's. Callers
-without a token (of the health service, or nobody's) share the limit of one user.
+A call counts from its first byte, not from its request, which may never come.
+Callers without a token (of the health service, or nobody's) share the limit of one
+user.
 """
 
-import asyncio
 import inspect
 import time
 from collections import Counter
@@ -18,8 +17,6 @@ from google.protobuf.message import DecodeError
 
 from vmmd.errors import Exhausted, InvalidRequest, VmmError
 from vmmd.server.rpc import Context, abort, log_call, token_in
-
-REQUEST_DEADLINE_S = 5.0
 
 
 class Calls(grpc.aio.ServerInterceptor):
@@ -106,12 +103,8 @@ async def _decoded(received: AsyncIterator[bytes], decode: Callable[[bytes], Any
 
 
 async def _only(context: Context) -> bytes:
-    """The one request of a call. Errors: `InvalidRequest` where there is none, or it does not come."""
-    try:
-        async with asyncio.timeout(REQUEST_DEADLINE_S):
-            data = await context.read()
-    except TimeoutError:
-        raise InvalidRequest(f"no request came within {REQUEST_DEADLINE_S:g} s of the call's beginning") from None
+    """The one request of a call. Errors: `InvalidRequest` where there is none."""
+    data = await context.read()
     if data is grpc.aio.EOF:
         raise InvalidRequest("the call ended without a request")
     return bytes(data)
