@@ -242,6 +242,58 @@ def test_absurd_growths_are_refused(roomy: Daemon) -> None:
         assert admin.device().kv_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("cells", "error"),
+    [
+        (b"\xff" * 9 + b"\x01", InvalidRequest),  # -1, as a signed number
+        (b"\xff" * 9 + b"\x7f", InvalidRequest),  # 70 bits: the wire's numbers go round, as they do for everybody
+        (b"\xff" * 10 + b"\x01", InvalidRequest),  # longer than any number
+        (b"\x80\x80\x80\x80\x10", Exhausted),  # 4 GiB of cells: beyond the device
+    ],
+    ids=["negative", "beyond 64 bits", "no number", "beyond the device"],
+)
+def test_numbers_that_no_honest_library_sends_are_refused(roomy: Daemon, cells: bytes, error: type[VmmError]) -> None:
+    """Cells written by hand as bytes: refused, with nothing changed, and the next growth is served."""
+    with client(roomy.directory) as one, Admin(roomy.directory) as admin:
+        range_id = one.create(cells_max=1 << 40)
+        growth = b"\x08" + _varint(range_id) + b"\x10" + cells
+        call = one.session._channel.unary_unary("/strata_api.v1.Memory/GrowRanges", None, None)
+        with pytest.raises(grpc.RpcError) as refused:
+            call(b"\x0a" + _varint(len(growth)) + growth, metadata=((connection.TOKEN_KEY, one.token()),), timeout=30)
+        assert isinstance(connection.rebuild(refused.value), error)
+        assert admin.device().kv_bytes == 0
+        one.grow(1)
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    return bytes(out) + bytes([number])
+
+
+def test_a_growth_of_a_range_that_is_being_taken_back(roomy: Daemon) -> None:
+    """While slabs of a range are on their way back it grows when they are; a closed one is not there any more."""
+    with client(roomy.directory) as one, Admin(roomy.directory) as admin:
+        one.create()
+        one.grow(3)
+        one.write_kv(5)
+        one.shrink(1, unmap=False)  # so they are on their way until the deadline
+        assert admin.device().revoking_bytes == 2 * SLAB
+        kv = one.kv[0]
+        growth = wire.Growth(range_id=kv.range.range_id, cells=3 * kv.cells_per_slab)
+        reply = one.call("GrowRanges", wire.GrowRangesRequest(growths=[growth]))
+        assert reply.ranges[0].size_bytes == 3 * SLAB
+        device = admin.device()
+        assert (device.kv_bytes, device.quarantined_bytes) == (3 * SLAB, 2 * SLAB)
+        one.unmap(0)
+        one.call("CloseRange", wire.CloseRangeRequest(range_id=kv.range.range_id))
+        with pytest.raises(NotFound):
+            one.call("GrowRanges", wire.GrowRangesRequest(growths=[growth]))
+        wait_until(lambda: admin.device().kv_bytes + admin.device().quarantined_bytes == 0, 5)
+
+
 def test_growth_over_two_devices_is_all_or_nothing() -> None:
     """A growth that one of two devices has no room for takes nothing of the other."""
     with _daemon(8, devices=2) as running, client(running.directory) as one, Admin(running.directory) as admin:
