@@ -84,9 +84,7 @@ class KvRanges:
             )
         uid, most = session.record.uid, self._manager.options.ranges_per_user_max
         if sum(self._uid_of(r) == uid for r in self._manager.ledger.ranges.values()) >= most:
-            raise Exhausted(
-                f"user {uid} has {most} ranges, which is the limit (ranges_per_user_max); close one first"
-            )
+            raise Exhausted(f"user {uid} has {most} ranges, which is the limit (ranges_per_user_max); close one first")
 
     def _uid_of(self, record: RangeRecord) -> int | None:
         """The user whose session has a range; None of a model's."""
