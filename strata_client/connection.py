@@ -96,6 +96,22 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+class Asked(NamedTuple):
+    """What a client asks for its session; None: what its user's sessions may have.
+
+    Attributes:
+        wait_s: how long requests for memory that others hold may wait.
+        guarantee_bytes: K/V on each device that is kept for the session.
+        cap_bytes: K/V on each device that it holds at most.
+        priority: before whom its requests are served.
+    """
+
+    wait_s: float = 0.0
+    guarantee_bytes: int | None = None
+    cap_bytes: int | None = None
+    priority: int | None = None
+
+
 class Broker:
     """A session's connection to the broker. For any thread: one request at a time.
 
@@ -106,18 +122,24 @@ class Broker:
         page_fd: the session page's descriptor, which the receiver closes.
     """
 
-    def __init__(self, sock: socket.socket, *, admin: bool = False) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        admin: bool = False,
+        asked: Asked = Asked(),  # noqa: B008  a tuple
+    ) -> None:
         """Says Hello on a connected socket, which belongs to the broker from here on.
 
-        Errors: `PermissionDenied`, `Draining`, `InvalidRequest` (protocol version),
-        `Unavailable` (no answer).
+        Errors: `PermissionDenied`, `Draining`, `InvalidRequest` (protocol version, or more
+        was asked for than may be had), `Exhausted`, `Unavailable` (no answer).
         """
         self._sock = sock
         self._lock = threading.Lock()
         self.page_fd = -1
         try:
             _set_timeouts(sock, _CONNECT_TIMEOUT_S)
-            welcome = self._hello(wire.ROLE_ADMIN if admin else wire.ROLE_CLIENT)
+            welcome = self._hello(wire.ROLE_ADMIN if admin else wire.ROLE_CLIENT, asked)
             _set_timeouts(sock, _REPLY_TIMEOUT_S)
         except BaseException:
             self.close()
@@ -173,8 +195,14 @@ class Broker:
             os.close(self.page_fd)
             self.page_fd = -1
 
-    def _hello(self, role: wire.Role) -> wire.Welcome:
-        hello = wire.Hello(protocol_version=PROTOCOL_VERSION, role=role)
+    def _hello(self, role: wire.Role, asked: Asked) -> wire.Welcome:
+        hello = wire.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            role=role,
+            guarantee_bytes=asked.guarantee_bytes,
+            cap_bytes=asked.cap_bytes,
+            priority=asked.priority,
+        )
         reply, fds = self._ask(wire.BrokerRequest(hello=hello), [], "welcome", "challenge")
         if reply.WhichOneof("kind") == "challenge":
             _close_all(fds)

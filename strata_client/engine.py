@@ -10,7 +10,7 @@ from strata_api.v1 import memory_pb2 as wire
 from strata_api.v1 import pages
 
 from strata_client import timings
-from strata_client.connection import NoDaemon, raise_descriptor_limit
+from strata_client.connection import Asked, NoDaemon, raise_descriptor_limit
 from strata_client.mapping import CellShape, KVRange, Shape, choose_slab_bytes
 from strata_client.models.base import F32
 from strata_client.models.gguf_file import ModelFile
@@ -98,7 +98,7 @@ class Engine:
         wanted = min(self.context, prompt_tokens + CELLS_AHEAD)
         if self._grow(wanted) or self._kv.cells >= prompt_tokens:
             return
-        if not self._grow(prompt_tokens):
+        if not self._grow(prompt_tokens, wait=True):
             raise Exhausted(f"no room for the K/V of a prompt of {prompt_tokens} tokens: {self.refusal}")
 
     def has_room(self) -> bool:
@@ -109,7 +109,7 @@ class Engine:
         left = self._kv.cells - self.position
         if left < CELLS_LOW and self._kv.cells < self.context and (left <= 0 or self.position >= self._ask_again_at):
             self._ask_again_at = self.position + _RETRY_CELLS
-            self._grow(min(self.context, self._kv.cells + max(self._kv.cells_per_slab, CELLS_LOW)))
+            self._grow(min(self.context, self._kv.cells + max(self._kv.cells_per_slab, CELLS_LOW)), wait=left <= 0)
         return self.position < min(self._kv.cells, self.context)
 
     def step(self, tokens: Sequence[int], *, prompt: bool, all_logits: bool = False) -> F32:
@@ -183,11 +183,11 @@ class Engine:
         self.kept = self.position = self._transcript.common(prompt[:-1])
         self._transcript.cut(self.kept)
 
-    def _grow(self, cells: int) -> bool:
+    def _grow(self, cells: int, *, wait: bool = False) -> bool:
         if self._kv.cells >= cells:
             return True
         try:
-            reply = self._session.grow(self._kv, cells)
+            reply = self._session.grow(self._kv, cells, wait=wait)
         except (Exhausted, Unavailable, LeaseRevoked) as error:
             self.refusal = error.message
             self._say_verbose(f"strata: K/V stays at {self._kv.cells} cells: {error.message}")
@@ -214,6 +214,7 @@ def open_engine(
     device: str | None,
     kv_type: str | None,
     conversation: str | None = None,
+    asked: Asked = Asked(),  # noqa: B008  a tuple
     say: Say,
     say_verbose: Say,
     signals: Signals,
@@ -230,6 +231,7 @@ def open_engine(
         device: what a user calls the device; None for the first.
         kv_type: what a K/V cell shall hold; None for what suits the device.
         conversation: name of the one to go on with, or to begin; None for a sequence that is not kept.
+        asked: what the session asks of a daemon that it shares.
         say: takes lines for the user; `say_verbose` those for the curious.
         signals: learns what is to be abandoned, and when a step runs.
         progress: called with bytes filled and bytes to fill.
@@ -242,7 +244,7 @@ def open_engine(
     weights = model.weight_extents()
     try:
         with timings.stage("connect"):
-            session = Session.connect(directories)
+            session = Session.connect(directories, asked)
     except NoDaemon:
         slots = [
             pages.slot_layout(*model.expert_bytes(layer, expert))[3]

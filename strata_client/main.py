@@ -6,6 +6,7 @@ that help and refusals are quick.
 
 import gc
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,12 +29,22 @@ PROGRAM = "strata-client"
 DEFAULT_MODEL = str(Path(__file__).parent / "data" / "tiny-IQ3_S.gguf")
 KV_TYPES = ("f32", "f16", "bf16", "q8_0")
 _CONTEXT_MULTIPLE = 256
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_SIZE = re.compile(rf"(\d{{1,20}}) ?({'|'.join(_UNITS)})?")
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class ClientError(Exception):
     """The command cannot be carried out; the message is one line for a person."""
+
+
+def _size(value: str) -> int:
+    """Bytes of a number that may have a unit. Errors: `BadParameter`."""
+    match = _SIZE.fullmatch(value)
+    if match is None or (size_bytes := int(match[1]) << 10 * _UNITS.index(match[2] or "B")) >= 1 << 63:
+        raise click.BadParameter(f"{value!r} is no number of bytes below 2^63, nor one with a unit such as 512MiB")
+    return size_bytes
 
 
 def _with_options(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
@@ -71,6 +82,29 @@ _run_options = _with_options(
         type=click.Choice(KV_TYPES),
         help="Of K/V cells: f32 only, and always, on the host.  [default: f16 on a GPU]",
     ),
+    click.option(
+        "--wait",
+        "wait_s",
+        type=click.FloatRange(0, 4_000_000),
+        default=0.0,
+        metavar="SECONDS",
+        help="Longest that a request may wait for memory that others hold.  [default: not at all]",
+    ),
+    click.option(
+        "--priority", type=click.IntRange(-10, 10), help="Before whom to be served, at most your own.  [default: that]"
+    ),
+    click.option(
+        "--kv-guarantee",
+        type=_size,
+        metavar="SIZE",
+        help="K/V to be kept for this run, such as 512MiB, at most your own.  [default: that]",
+    ),
+    click.option(
+        "--kv-cap",
+        type=_size,
+        metavar="SIZE",
+        help="Most K/V that this run shall hold, such as 512MiB, at most your own.  [default: that]",
+    ),
     click.option("--json", "as_json", is_flag=True, help="One JSON object a line: tokens, then statistics."),
     click.option("--verbose", is_flag=True, help="Say on standard error where memory comes from."),
     click.option("--stats", is_flag=True, help="Say on standard error, or in --json's statistics, where time went."),
@@ -87,6 +121,10 @@ class RunOptions:
     socket_path: str | None
     device: str | None
     kv_type: str | None
+    wait_s: float
+    priority: int | None
+    kv_guarantee: int | None
+    kv_cap: int | None
     as_json: bool
     verbose: bool
     stats: bool
@@ -307,7 +345,7 @@ def _opened(
     signals = Signals()
     signals.install()
     with timings.stage("imports"):
-        from strata_client.connection import runtime_directories
+        from strata_client.connection import Asked, runtime_directories
         from strata_client.engine import open_engine
         from strata_client.model_cache import models_directory, open_model
         from strata_client.models.qwen3moe import Qwen3Moe
@@ -339,6 +377,7 @@ def _opened(
                     device=run.device,
                     kv_type=run.kv_type,
                     conversation=conversation,
+                    asked=Asked(run.wait_s, run.kv_guarantee, run.kv_cap, run.priority),
                     say=say,
                     say_verbose=say_verbose,
                     signals=signals,

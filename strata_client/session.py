@@ -100,13 +100,16 @@ class Session:
             seconds in which `shrink_range` must answer. Only shrinkable ranges are asked for.
     """
 
-    def __init__(self, directory: Path, broker: connection.Broker, private: "PrivateDaemon | None" = None) -> None:
-        """Takes over the broker connection, and the daemon if it is a private one."""
+    def __init__(
+        self, directory: Path, broker: connection.Broker, private: "PrivateDaemon | None" = None, wait_s: float = 0.0
+    ) -> None:
+        """Takes over the broker connection, and the daemon if it is a private one; see `connection.Asked`."""
         self.directory = directory
         self.is_private = private is not None
         self.troubles: list[str] = []
         self.on_shrink_request: Callable[[int, int, float], None] = lambda range_id, slabs, seconds: None
         self._broker = broker
+        self._wait_ms = int(wait_s * 1000)
         self._private = private
         self._lock = threading.Lock()  # of everything mapped: never held while the daemon is waited for
         self._order = threading.Lock()  # of the daemon's changes: taken before any other
@@ -131,13 +134,18 @@ class Session:
         self._watcher.start()
 
     @classmethod
-    def connect(cls, directories: Sequence[Path]) -> "Session":
+    def connect(
+        cls,
+        directories: Sequence[Path],
+        asked: connection.Asked = connection.Asked(),  # noqa: B008  a tuple
+    ) -> "Session":
         """A session with the daemon in the first of these runtime directories where one answers.
 
-        Errors: `strata_client.connection.NoDaemon`, `PermissionDenied`, `Draining`, `Unavailable`.
+        Errors: `strata_client.connection.NoDaemon`, `PermissionDenied`, `Draining`, `Unavailable`,
+        `InvalidRequest` (more was asked for than may be had), `Exhausted` (no memory left to guarantee).
         """
         directory, sock = connection.dial(directories)
-        return cls(directory, connection.Broker(sock))
+        return cls(directory, connection.Broker(sock, asked=asked), wait_s=asked.wait_s)
 
     @classmethod
     def private(cls, slab_bytes_min: int) -> "Session":
@@ -176,7 +184,7 @@ class Session:
         """Opens a model: blocks until every expert has a place, and maps all of it but the homes.
 
         Args:
-            begin: the model's head; `files_id` is filled in here.
+            begin: the model's head; `files_id` and `wait_ms` are filled in here.
             fds: descriptors of its files, which stay the caller's.
             stacks: where its experts lie.
             shape: its weights and sizes.
@@ -185,6 +193,7 @@ class Session:
         Errors: any `VmmError`.
         """
         begin.files_id = 1 + len(self._models)
+        begin.wait_ms = self._wait_ms
         self._broker.send_files(begin.files_id, fds)
         with timings.stage("open"):
             opened = self._open_stream(_geometry(begin, stacks, shape), progress)
@@ -258,14 +267,16 @@ class Session:
         self._register(range_)
         return KVRange(range_, cell), reply
 
-    def grow(self, kv: KVRange, cells: int) -> wire.GrowRangesReply:
+    def grow(self, kv: KVRange, cells: int, *, wait: bool = False) -> wire.GrowRangesReply:
         """Grows a range to at least `cells` cells and maps what came. Between steps only.
+
+        `wait`: for memory that others hold, as long as the session's requests may.
 
         Errors: `Exhausted` (who holds what is in it), `Unavailable` (the daemon is gone).
         """
         if self._gone:
             raise Unavailable(f"{self._gone}, so K/V stays at {kv.cells} cells")
-        reply = self._ask_growth(kv.range, cells)
+        reply = self._ask_growth(kv.range, cells, self._wait_ms if wait else 0)
         self._take(reply, kv.range)
         if kv.cells < cells:
             raise VmmError(f"the daemon granted {cells} cells and sent memory for {kv.cells}")
@@ -343,9 +354,10 @@ class Session:
         with self._lock:
             range_.unmap([index for index in sorted(range_.mapped) if index >= slabs])
 
-    def _ask_growth(self, range_: MappedRange, cells: int) -> wire.GrowRangesReply:
+    def _ask_growth(self, range_: MappedRange, cells: int, wait_ms: int = 0) -> wire.GrowRangesReply:
         growth = wire.Growth(range_id=range_.range_id, cells=cells)
-        reply: wire.GrowRangesReply = self._call("GrowRanges", wire.GrowRangesRequest(growths=[growth]))
+        request = wire.GrowRangesRequest(growths=[growth], wait_ms=wait_ms)
+        reply: wire.GrowRangesReply = self._call("GrowRanges", request)
         return reply
 
     def _take(self, reply: wire.GrowRangesReply, range_: MappedRange) -> None:

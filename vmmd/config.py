@@ -123,6 +123,13 @@ def _users(value: Any, key: str) -> tuple[str | int, ...]:
     return tuple(value)
 
 
+def _groups(value: Any, key: str) -> tuple[str | int, ...]:
+    try:
+        return _users(value, key)
+    except InvalidRequest:
+        raise _refuse(key, value, "a list of group names or group ids") from None
+
+
 def _domains(value: Any, key: str) -> dict[str, tuple[str | int, ...]]:
     if not isinstance(value, dict):
         raise _refuse(key, value, "a table of lists of users")
@@ -205,6 +212,7 @@ class LimitsConfig:
     calls_per_user_max: int = _key(256, _integer(1, 100_000))
     files_max: int = _key(1024, _integer(1, 100_000))
     conversations_per_user_max: int = _key(64, _integer(1, 100_000))
+    waiting_per_user_max: int = _key(64, _integer(1, 100_000))
 
 
 @dataclass(frozen=True)
@@ -213,6 +221,29 @@ class ConversationsConfig:
 
     expiry_s: float = _key(21_600.0, _number(1, 31_536_000))
     spill_bytes: int = _key(0, _size(auto=False))
+
+
+@dataclass(frozen=True)
+class ShareConfig:
+    """What some users, and each of their sessions, have of each computing device. Without users and groups: others."""
+
+    users: tuple[str | int, ...] = _key((), _users)
+    groups: tuple[str | int, ...] = _key((), _groups)
+    guarantee_bytes: int = _key(0, _size(auto=False))
+    cap_bytes: int | None = _key(None, _size())
+    session_guarantee_bytes: int = _key(0, _size(auto=False))
+    session_cap_bytes: int | None = _key(None, _size())
+    priority: int = _key(0, _integer(-10, 10))
+
+    def __post_init__(self) -> None:
+        for name, guarantee_bytes, cap_bytes in (
+            ("", self.guarantee_bytes, self.cap_bytes),
+            ("session_", self.session_guarantee_bytes, self.session_cap_bytes),
+        ):
+            if cap_bytes is not None and guarantee_bytes > cap_bytes:
+                raise _refuse(f"share.{name}guarantee_bytes", guarantee_bytes, f"{name}cap_bytes = {cap_bytes} at most")
+        if self.guarantee_bytes and not self.users and not self.groups:
+            raise _refuse("share.guarantee_bytes", self.guarantee_bytes, "0 where neither users nor groups are named")
 
 
 @dataclass(frozen=True)
@@ -241,6 +272,7 @@ class Config:
     conversations: ConversationsConfig = field(
         default_factory=ConversationsConfig, metadata={"parse": _table(ConversationsConfig)}
     )
+    share: tuple[ShareConfig, ...] = _key((), _tables(ShareConfig))
     limits: LimitsConfig = field(default_factory=LimitsConfig, metadata={"parse": _table(LimitsConfig)})
 
     def __post_init__(self) -> None:
@@ -274,14 +306,14 @@ class Config:
 
     def admin_uids(self) -> frozenset[int]:
         """User ids of `admin_users`. Errors: `InvalidRequest` (no such user)."""
-        return frozenset(_uid(user, "admin_users") for user in self.admin_users)
+        return frozenset(uid_of(user, "admin_users") for user in self.admin_users)
 
     def domain_by_uid(self) -> dict[int, str]:
         """The domain of each user that is in one. Errors: `InvalidRequest` (no such user, or in two)."""
         result: dict[int, str] = {}
         for name, users in self.domains.items():
             for user in users:
-                uid = _uid(user, f"domains.{name}")
+                uid = uid_of(user, f"domains.{name}")
                 if result.setdefault(uid, name) != name:
                     raise InvalidRequest(f"domains.{name}: {user!r} is in domain {result[uid]!r} already; one at most")
         return result
@@ -307,7 +339,8 @@ def load(path: Path) -> Config:
         raise InvalidRequest(f"{path}: {error.message}") from error
 
 
-def _uid(user: str | int, key: str) -> int:
+def uid_of(user: str | int, key: str) -> int:
+    """The id of a user that a key names. Errors: `InvalidRequest` (no such user)."""
     if isinstance(user, int):
         return user
     try:

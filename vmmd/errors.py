@@ -53,7 +53,7 @@ class NotFound(VmmError):
 
 
 class Exhausted(VmmError):
-    """No room. `holders` says who has what, as one phrase each."""
+    """No room. `holders` says who has what, as one phrase each; `retry_s`, unless 0, when there will be."""
 
     reason = "exhausted"
 
@@ -64,6 +64,7 @@ class Exhausted(VmmError):
         self.requested_bytes = requested_bytes
         self.free_bytes = free_bytes
         self.holders = tuple(holders)
+        self.retry_s = 0.0
 
     def fields(self) -> dict[str, str]:
         return {

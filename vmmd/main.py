@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from strata_api.v1 import memory_pb2
 from vmmd import config as configuration
 from vmmd import limits, log, notify, runtime_dir
 from vmmd.broker import Broker
-from vmmd.core.ledger import DeviceRecord
+from vmmd.core.ledger import DeviceRecord, UserRecord
 from vmmd.driver import membarrier
 from vmmd.driver.base import Driver
 from vmmd.driver.host_memfd import HostDriver
@@ -28,6 +28,7 @@ from vmmd.errors import InvalidRequest, NoDevice, Unavailable, VmmError
 from vmmd.manager import Manager, profiles
 from vmmd.manager.manager import Options
 from vmmd.server.server import Server
+from vmmd.user_shares import UserShares
 
 STOP_GRACE_S = 0.2
 LEAVE_DEADLINE_S = 0.8
@@ -130,6 +131,18 @@ def device_records(config: configuration.Config, driver: Driver, slab_bytes_min:
     return records
 
 
+def check_guarantees(records: Sequence[DeviceRecord], users: Mapping[int, UserRecord]) -> None:
+    """Refuses guarantees that a device cannot hold together. Errors: `InvalidRequest`."""
+    for record in records:
+        slabs = sum(-(-user.share.guarantee_bytes // record.slab_bytes) for user in users.values())
+        cap_bytes = min(record.cap_bytes, record.total_bytes - record.reserve_bytes)
+        if not record.is_host and slabs > cap_bytes // record.slab_bytes:
+            raise InvalidRequest(
+                f"share: {len(users)} users are guaranteed {slabs * record.slab_bytes} bytes of {record.uuid}, which"
+                f" has {cap_bytes} for vmmd; lower guarantee_bytes or raise cap_bytes"
+            )
+
+
 async def _serve(config: configuration.Config, explicit_dir: Path | None, slab_bytes_min: int, private: bool) -> None:
     logger = structlog.get_logger("vmmd")
     with ExitStack() as stack:
@@ -152,8 +165,15 @@ async def _serve(config: configuration.Config, explicit_dir: Path | None, slab_b
                 "this kernel or sandbox has no membarrier(2), without which clients cannot read while experts move;"
                 " allow it (Linux 4.16 or newer, seccomp filter)"
             )
-        manager = Manager(driver, records, _options(config))
         domains = config.domain_by_uid()
+
+        def domain_of(uid: int) -> str:
+            return domains.get(uid, f"user {uid}")
+
+        shares = UserShares(config.share)
+        users = {uid: UserRecord(domain_of(uid), share) for uid, share in shares.known().items()}
+        check_guarantees(records, users)
+        manager = Manager(driver, records, _options(config), users, shares.of)
         admin_uids = {0, os.geteuid(), *config.admin_uids()}
         if config.metrics_port:
             from vmmd.server.metrics import Metrics  # a tenth of a second of imports that few need
@@ -162,7 +182,7 @@ async def _serve(config: configuration.Config, explicit_dir: Path | None, slab_b
             await metrics.start()
             stack.callback(metrics.stop)
         listener = passed or runtime_dir.bind_broker(directory)
-        broker = Broker(manager, listener, lambda uid: domains.get(uid, f"user {uid}"))
+        broker = Broker(manager, listener, domain_of)
         runtime_dir.remove_socket(directory.grpc_socket)
         server = Server(manager, directory.grpc_socket, broker.admins, admin_uids)
         await server.start()
@@ -221,6 +241,7 @@ def _options(config: configuration.Config) -> Options:
         conversations_per_user_max=config.limits.conversations_per_user_max,
         conversation_expiry_s=config.conversations.expiry_s,
         conversation_spill_bytes=config.conversations.spill_bytes,
+        waiting_per_user_max=config.limits.waiting_per_user_max,
     )
 
 

@@ -234,7 +234,6 @@ def test_a_failing_driver_leaves_nothing_of_a_growth(
             heat = opened.arena.heat
             heat[:] = range(model.n, 0, -1)  # the first experts are hot
             opened.arena.heat[::7] = 1000.0
-            opened.heat.left = opened.arena.heat
             range_id = host.range()
             before = host.state()
             failures = 0

@@ -14,6 +14,7 @@ from tests.helpers.faulty_driver import FaultyDriver
 from tests.helpers.peer import WEIGHTS_BYTES, SmallModel
 from vmmd.core import geometry
 from vmmd.core.ledger import DeviceRecord, SlabState
+from vmmd.core.shares import Asked
 from vmmd.driver.host_memfd import HOST_UUID, HostDriver
 from vmmd.manager import Manager
 from vmmd.manager.manager import Options
@@ -58,8 +59,9 @@ class Host:
         self._files = 0
         self.notices: list[str] = []
 
-    def connect(self, domain: str) -> Session:
-        session = self.manager.connect(os.getpid(), 0, 0, domain, "test", os.pidfd_open(os.getpid()))
+    def connect(self, domain: str, asked: Asked | None = None, uid: int = 0) -> Session:
+        pidfd = os.pidfd_open(os.getpid())
+        session = self.manager.connect(os.getpid(), uid, 0, domain, "test", pidfd, asked or Asked())
         session.watcher = functools.partial(self._take_note, session)
         return session
 
@@ -74,6 +76,9 @@ class Host:
             elif event.HasField("notice"):
                 self.notices.append(event.notice.message)
 
+    def limit_waiting(self, count: int) -> None:
+        self.manager.options = dataclasses.replace(self.manager.options, waiting_per_user_max=count)
+
     async def open(self, model: SmallModel, session: Session | None = None, device: str = "") -> Any:
         """Opens a model and waits until its homes are filled, too."""
         opened = await self.begin(model, session, device)
@@ -82,7 +87,12 @@ class Host:
         return opened
 
     async def begin(
-        self, model: SmallModel, session: Session | None = None, device: str = "", more_devices: Sequence[str] = ()
+        self,
+        model: SmallModel,
+        session: Session | None = None,
+        device: str = "",
+        more_devices: Sequence[str] = (),
+        wait_s: float = 0.0,
     ) -> Any:
         """Opens a model and waits until steps can start."""
         session = session or self.session
@@ -92,7 +102,7 @@ class Host:
         weights = [geometry.Extent(0, 0, WEIGHTS_BYTES)]
         shape = model.n_layers, model.n_experts, model.top_k
         opened, _ = await self.manager.open_model(
-            session, self._files, "m", [*([device] if device else []), *more_devices], shape, stacks, weights
+            session, self._files, "m", [*([device] if device else []), *more_devices], shape, stacks, weights, wait_s
         )
         await asyncio.shield(opened.ready)
         return opened

@@ -122,7 +122,17 @@ class Client:
     """A client of a daemon, in whatever process this is made."""
 
     def __init__(self, directory: str) -> None:
-        self.session = Session.connect([Path(directory)])
+        self._begin(Session.connect([Path(directory)]))
+
+    @classmethod
+    def over(cls, session: Session) -> "Client":
+        """One of a session that there is."""
+        made = cls.__new__(cls)
+        made._begin(session)
+        return made
+
+    def _begin(self, session: Session) -> None:
+        self.session = session
         self.kv: list[KVRange] = []
         self.opened: list[OpenedModel] = []
         self.models: list[SmallModel] = []

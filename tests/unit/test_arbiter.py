@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from vmmd.core import arbiter, geometry
-from vmmd.core.arbiter import DevicePlan, Holder, Move, Request
+from vmmd.core.arbiter import DevicePlan, Request
 from vmmd.core.ledger import DeviceRecord, Ledger, RangeKind, RangeRecord, SessionRecord, SlabState
 from vmmd.core.residency import EMPTY, Arena, Part, Slot
+from vmmd.core.victims import Holder, Move
 from vmmd.errors import Exhausted
 
 MIB = 1 << 20
@@ -30,6 +31,7 @@ class World:
     caps: tuple[int, int] = (8, 8)
     ledger: Ledger = field(default_factory=Ledger)
     holders: list[Holder] = field(default_factory=list)
+    now_s: float = 100.0
 
     def __post_init__(self) -> None:
         for uuid, cap in zip(("gpu0", "gpu1"), self.caps, strict=True):
@@ -84,7 +86,8 @@ class World:
         self.ledger.park(range_id, parked_s)
 
     def plan(self, count: int, *more: Request, keep: tuple[int, ...] = ()) -> arbiter.Plan:
-        return arbiter.plan(self.ledger, self.holders, [Request(KV, count), *more], keep_models=keep)
+        requests = [Request(KV, count), *more]
+        return arbiter.plan(self.ledger, self.holders, requests, now_s=self.now_s, keep_models=keep)
 
     def one(self, count: int) -> DevicePlan:
         made = self.plan(count)
@@ -266,7 +269,7 @@ def test_an_arena_gives_nothing_to_itself() -> None:
     world = World(caps=(2, 0))
     world.model(50, [SMALL0, SMALL0], [1.0] * 8)
     with pytest.raises(Exhausted):
-        arbiter.plan(world.ledger, world.holders, [Request(500, 1)])
+        arbiter.plan(world.ledger, world.holders, [Request(500, 1)], now_s=100.0)
 
 
 def test_idle_models_before_other_domains() -> None:

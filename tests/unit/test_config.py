@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vmmd.config import Config, DeviceConfig, HostConfig, LimitsConfig, load
+from vmmd.config import Config, DeviceConfig, HostConfig, LimitsConfig, ShareConfig, load
 from vmmd.errors import InvalidRequest
 
 
@@ -43,14 +43,17 @@ def test_example_names_every_key(tmp_path: Path) -> None:
     compare(LimitsConfig, table["limits"])
     assert len(table["device"]) == 1
     compare(DeviceConfig, table["device"][0])
+    assert len(table["share"]) == 1
+    compare(ShareConfig, table["share"][0])
     config = load_text(tmp_path, text)
     assert config.device == (DeviceConfig(uuid=config.device[0].uuid),)
+    assert config.share == (ShareConfig(users=("alice",), groups=("research",)),)
     assert config.domains == {"team": ("alice", "bob")}
 
 
 def test_every_key_is_parsed() -> None:
     """No field of a configuration class lacks its parser."""
-    for cls in (Config, HostConfig, DeviceConfig, LimitsConfig):
+    for cls in (Config, HostConfig, DeviceConfig, ShareConfig, LimitsConfig):
         assert is_dataclass(cls)
         assert all("parse" in f.metadata for f in fields(cls))
 

@@ -17,7 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vmmd.core import arbiter, geometry
 from vmmd.core.ledger import DeviceRecord, Ledger, RangeKind, RangeRecord, SessionRecord, SlabState
+from vmmd.core.policy import SHIPPED
 from vmmd.core.residency import BUSY, EMPTY, Arena, Part, Slot, assign_classes, slabs_needed
+from vmmd.core.victims import ArenaTrade, Holder, Move
 from vmmd.errors import Exhausted
 
 settings.register_profile(
@@ -60,8 +62,8 @@ class FakeModel:
     def model_id(self) -> int:
         return self.arena.model_id
 
-    def holder(self) -> arbiter.Holder:
-        return arbiter.Holder(self.arena, self.idle_since_s, not self.stuck)
+    def holder(self) -> Holder:
+        return Holder(self.arena, self.idle_since_s, not self.stuck)
 
 
 @dataclass(eq=False)
@@ -69,7 +71,7 @@ class Flight:
     """A trade under way: begun, emptied, then out, kept (with the arena) or late (out once readers move on)."""
 
     model: FakeModel
-    trade: arbiter.ArenaTrade
+    trade: ArenaTrade
     closed: list[Slot]  # empty slots of the victims, out of the filler's reach
     state: str = "begun"
 
@@ -460,7 +462,7 @@ class CoreMachine(RuleBasedStateMachine):
             holders = [m.holder() for m in self.models.values()]
             before = self._frozen()
             try:
-                plan = arbiter.plan(self.ledger, holders, requests)
+                plan = arbiter.plan(self.ledger, holders, requests, now_s=self.now)
             except Exhausted as refusal:
                 assert not mended, "something was reclaimed or dropped for a request that is refused then"
                 assert self._frozen() == before, "a refusal changed something"
@@ -468,7 +470,7 @@ class CoreMachine(RuleBasedStateMachine):
                 assert refusal.requested_bytes > 0 and "asked for" in refusal.message
                 return None
             assert self._frozen() == before, "planning changed something"
-            assert plan == arbiter.plan(self.ledger, holders, requests), "planning is not deterministic"
+            assert plan == arbiter.plan(self.ledger, holders, requests, now_s=self.now), "planning is not deterministic"
             assert not free or not plan.reclaim
             for range_id, slabs in plan.reclaim:
                 self._reclaim(range_id, slabs)
@@ -528,7 +530,7 @@ class CoreMachine(RuleBasedStateMachine):
                 growth.flights.append(self._begin(self.models[trade.model_id], trade))
         return growth
 
-    def _begin(self, model: FakeModel, trade: arbiter.ArenaTrade) -> Flight:
+    def _begin(self, model: FakeModel, trade: ArenaTrade) -> Flight:
         arena = model.arena
         model.gave = True
         empty = arena.slots_that_are(EMPTY, trade.part, trade.indexes)
@@ -542,7 +544,7 @@ class CoreMachine(RuleBasedStateMachine):
         model.busy |= {*closed, *(m.to for m in trade.moves)}
         return Flight(model, trade, closed)
 
-    def _settle(self, model: FakeModel, moves: list[arbiter.Move]) -> list[Slot]:
+    def _settle(self, model: FakeModel, moves: list[Move]) -> list[Slot]:
         """Publishes newcomers; returns the slots that they left."""
         left = []
         for move in moves:
@@ -669,7 +671,7 @@ class CoreMachine(RuleBasedStateMachine):
             assert all(self._at(i)[::2] == (device.device, SlabState.FREE) for i in device.destroy)
             assert all(self._at(i)[1] != domain for i in device.destroy)
             for trade in device.trades:
-                self._check_trade(trade, device.device, domain)
+                self._check_trade(trade, device.device, domain, requests)
                 given[trade.model_id] += trade.slots
                 victims.setdefault(trade.model_id, set()).update((trade.part, i) for i in trade.indexes)
             if device.trades:
@@ -685,15 +687,18 @@ class CoreMachine(RuleBasedStateMachine):
             assert slots - given[model_id] >= self.models[model_id].arena.floor_slots, "a trade goes below the floor"
         for device in plan.devices:
             for crosses in (False, True):
-                self._check_coldest(device, crosses, given, victims)
+                self._check_coldest(device, crosses, given, victims, {r.range_id for r in requests})
 
-    def _check_trade(self, trade: arbiter.ArenaTrade, device: str, domain: str) -> None:
+    def _check_trade(self, trade: ArenaTrade, device: str, domain: str, requests: list[arbiter.Request]) -> None:
         model = self.models[trade.model_id]
         arena, part = model.arena, model.arena.parts[trade.part]
         assert not model.stuck and trade.crosses == (arena.domain != domain)
         assert not trade.crosses or model.sessions, "an idle model of another domain is dropped, not robbed"
         leaving: set[int] = set()
+        asked = {r.range_id for r in requests}
         for index, slab_id in zip(trade.indexes, trade.slab_ids, strict=True):
+            slab = self.ledger.slabs[slab_id]
+            assert slab.came_from not in asked or self.now - slab.came_s >= SHIPPED.hold_s, "traded to and fro"
             assert self._at(slab_id) == (device, arena.domain, SlabState.LEASED)
             assert self.ledger.ranges[part.range_id].slabs[index] == slab_id
             occupants = part.slabs[index].occupants.tolist()
@@ -717,25 +722,51 @@ class CoreMachine(RuleBasedStateMachine):
                 assert arena.home_ready[move.displaced], "a pinned expert is displaced"
 
     def _check_coldest(
-        self, device: arbiter.DevicePlan, crosses: bool, given: Counter[int], victims: dict[int, set[tuple[int, int]]]
+        self,
+        device: arbiter.DevicePlan,
+        crosses: bool,
+        given: Counter[int],
+        victims: dict[int, set[tuple[int, int]]],
+        into: set[int],
     ) -> None:
-        chosen = [0.0]
-        for trade in (t for t in device.trades if t.crosses == crosses):
-            arena = self.models[trade.model_id].arena
-            slabs = [arena.parts[trade.part].slabs[i] for i in trade.indexes]
-            chosen += [float(arena.heat[s.experts()].sum()) for s in slabs]
+        """No slab was spared that is worth less than one that goes: as a class's next, or by itself in its class."""
+        dearest = 0.0
+        spared: list[float] = []
         for model in self.models.values():
             arena = model.arena
             if model.stuck or (arena.domain != device.domain) != crosses or (crosses and not model.sessions):
                 continue
+            worth = SHIPPED.expert_worth(arena, self._idle_s(model), 0)
             spare = self._leased_slots(model) - given[model.model_id] - arena.floor_slots
             for p, part in enumerate(arena.parts):
-                for index, slab in part.slabs.items():
-                    here = part.device == device.device and (p, index) not in victims.get(model.model_id, set())
-                    leased = self._state(self.ledger.ranges[part.range_id].slabs[index]) is SlabState.LEASED
-                    able = BUSY not in slab.occupants and arena.home_ready[slab.experts()].all()
-                    if here and leased and able and spare >= len(slab.occupants):
-                        assert arena.heat[slab.experts()].sum() >= max(chosen), "a colder slab was spared"
+                if part.device != device.device:
+                    continue
+                ids = self.ledger.ranges[part.range_id].slabs
+                leased = {i: s for i, s in part.slabs.items() if self._state(ids[i]) is SlabState.LEASED}
+                for slot_bytes in {s.slot_bytes for s in leased.values()}:
+                    of_class = {i: s for i, s in leased.items() if s.slot_bytes == slot_bytes}
+                    experts = np.concatenate([s.experts() for s in of_class.values()])
+                    coldest = np.sort(worth[experts[arena.home_ready[experts]]]).tolist()
+                    coldest = [0.0] * sum(s.empty for s in of_class.values()) + coldest
+                    gone = [i for i in of_class if (p, i) in victims.get(model.model_id, set())]
+                    able = [i for i, s in of_class.items() if i not in gone and self._can_go(arena, s, ids[i], into)]
+                    own = {i: float(worth[s.experts()].sum()) for i, s in of_class.items()}
+                    slots = SLAB // slot_bytes
+                    if gone:
+                        dearest = max(dearest, sum(coldest[(len(gone) - 1) * slots : len(gone) * slots]))
+                    if able and spare >= slots:
+                        spared.append(sum(coldest[len(gone) * slots : (len(gone) + 1) * slots]))
+                        assert max((own[i] for i in gone), default=0.0) <= min(own[i] for i in able) + 1e-18
+        if any(t.crosses == crosses for t in device.trades):
+            assert dearest <= min(spared, default=dearest) * (1 + 1e-9), "a slab was spared that is worth less"
+
+    def _idle_s(self, model: FakeModel) -> float:
+        return 0.0 if model.idle_since_s is None else self.now - model.idle_since_s
+
+    def _can_go(self, arena: Arena, slab: Any, slab_id: int, into: set[int]) -> bool:
+        record = self.ledger.slabs[slab_id]
+        held_back = record.came_from in into and self.now - record.came_s < SHIPPED.hold_s
+        return BUSY not in slab.occupants and bool(arena.home_ready[slab.experts()].all()) and not held_back
 
     def _leased_slots(self, model: FakeModel) -> int:
         return sum(

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from strata_api.v1 import broker_pb2, pages
 
 from vmmd.broker import identity
+from vmmd.core.shares import Asked
 from vmmd.errors import InvalidRequest, PermissionDenied, VmmError
 from vmmd.manager import Manager
 from vmmd.manager.files import check_descriptor
@@ -304,6 +305,7 @@ class Broker:
                 self._domain_of(peer.uid),
                 identity.executable_of(peer.pid),
                 connection.pidfd,
+                _asked(hello),
             )
             connection.session = session
             session.hang_up = partial(self._end, connection)
@@ -326,6 +328,14 @@ class Broker:
             batch_id=fetch.batch_id, first=fetch.first, total=total, entries=entries, next=following
         )
         return broker_pb2.BrokerReply(descriptors=descriptors), [fd for _, fd in found]
+
+
+def _asked(hello: broker_pb2.Hello) -> Asked:
+    return Asked(
+        hello.guarantee_bytes if hello.HasField("guarantee_bytes") else None,
+        hello.cap_bytes if hello.HasField("cap_bytes") else None,
+        hello.priority if hello.HasField("priority") else None,
+    )
 
 
 def _refused(error: VmmError) -> broker_pb2.BrokerReply:

@@ -16,14 +16,15 @@ takes them out of others' reach (`Ledger.begin_revoke`) before it does anything
 that takes time, so checking and taking are one step.
 """
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
+from vmmd.core import shares
 from vmmd.core.ledger import Ledger, RangeKind, RangeRecord, SlabState
-from vmmd.core.residency import EMPTY, Arena, Slot
+from vmmd.core.policy import SHIPPED, Policy
+from vmmd.core.victims import ArenaTrade, Holder, Victims
 from vmmd.errors import Exhausted
 
 NOBODY = ""
@@ -35,28 +36,6 @@ class Request(NamedTuple):
 
     range_id: int
     slabs: int
-
-
-class Move(NamedTuple):
-    """An expert of a victim slab goes to a slot that stays, whose expert it displaces."""
-
-    expert: int
-    to: Slot
-    displaced: int  # EMPTY where the slot holds nobody
-
-
-@dataclass
-class ArenaTrade:
-    """What one arena gives on one device."""
-
-    model_id: int
-    part: int
-    indexes: list[int]  # of its range
-    slab_ids: list[int]
-    slots: int  # of these slabs
-    moves: list[Move]
-    evicted: list[int]  # experts of the victims that are read from their homes afterwards
-    crosses: bool  # to another domain: the slabs are destroyed
 
 
 @dataclass
@@ -92,25 +71,14 @@ class Plan:
     reclaim: list[Reclaim] = field(default_factory=list)
 
 
-class Holder(NamedTuple):
-    """A model as the arbiter sees it beside its arena."""
-
-    arena: Arena
-    idle_since_s: float | None  # None while a session has it open
-    movable: bool  # False while it is being opened or has a stuck reader
-
-
 class Short(Exhausted):
     """The refusal of a request that misses so many `slabs` on `device` beside all that the plan could have."""
 
-    def __init__(self, refused: Exhausted, device: str, slabs: int) -> None:
+    def __init__(self, refused: Exhausted, device: str, slabs: int, retry_s: float) -> None:
         super().__init__(refused.message, refused.requested_bytes, refused.free_bytes, refused.holders)
         self.device = device
         self.slabs = slabs
-
-
-Leased = dict[int, list[tuple[int, int, int]]]
-"""By model: (part, index, slab id) of its arena's slabs that no trade is under way with."""
+        self.retry_s = retry_s
 
 
 def plan(
@@ -118,6 +86,8 @@ def plan(
     models: Sequence[Holder],
     requests: Sequence[Request],
     *,
+    now_s: float,
+    policy: Policy = SHIPPED,
     keep_models: Collection[int] = (),
 ) -> Plan:
     """Decides where the slabs of `requests` come from. Errors: `Exhausted`.
@@ -132,15 +102,18 @@ def plan(
         key = into.device, into.domain
         by_device[key] = by_device.get(key, 0) + request.slabs
     usable = [m for m in models if m.movable and m.arena.model_id not in {*keep_models, *owners}]
-    leased = _leased_slabs(usable, ledger)
-    spare = {m.arena.model_id: _spare_slots(m.arena, leased) for m in usable}
+    asked = {request.range_id: request.slabs for request in requests}
+    victims = Victims(ledger, usable, policy, now_s, asked)
     plans: list[DevicePlan] = []
     short: list[tuple[DevicePlan, int]] = []
     reclaim: list[Reclaim] = []
     for (device, domain), count in by_device.items():
         if ledger.devices[device].failed:
             raise refusal(ledger, models, device, domain, count, f"{device} has failed")
-        made = _plan_device(ledger, usable, leased, spare, device, domain, count)
+        share = share_refusal(ledger, models, device, asked)
+        if share:
+            raise refusal(ledger, models, device, domain, count, share)
+        made = _plan_device(ledger, victims, device, domain, count)
         plans.append(made)
         missing = count - made.slabs
         reclaim += plan_reclaim(ledger, device, missing + sum(len(t.slab_ids) for t in made.trades))
@@ -151,12 +124,12 @@ def plan(
     drop = None
     for made, missing in short:
         idle = _idle_models(ledger, usable, made)
-        live = [m for m in usable if m.idle_since_s is None]
-        foreign = _trades(live, leased, spare, made.device, missing, made.domain, crosses=True)
+        excess = _excess(ledger, models, made.device)
+        foreign = victims.trades(made.device, missing, made.domain, crosses=True, live=True, excess=excess)
         short_by = missing - _obtainable(ledger, usable, made, idle, sum(len(t.slab_ids) for t in foreign))
         if short_by > 0:
             refused = refusal(ledger, models, made.device, made.domain, by_device[made.device, made.domain])
-            raise Short(refused, made.device, short_by)
+            raise Short(refused, made.device, short_by, victims.held_back_s(made.device, made.domain, short_by))
         drop = drop or next(iter(idle), None)
         if foreign:  # pays back first what is beyond the cap
             made.destroy = _foreign_free(ledger, made.device, made.domain)
@@ -167,15 +140,15 @@ def plan(
     return Plan([], [drop]) if drop is not None else Plan(plans, [])
 
 
-def plan_release(ledger: Ledger, models: Sequence[Holder], device: str, count: int) -> DevicePlan:
-    """Up to `count` slabs to give back to the driver: free ones, then the coldest of all arenas above their floors."""
+def plan_release(
+    ledger: Ledger, models: Sequence[Holder], device: str, count: int, *, now_s: float, policy: Policy = SHIPPED
+) -> DevicePlan:
+    """Up to `count` slabs to give back to the driver: free ones, then those of arenas that are worth least."""
     free = sorted(ledger.slabs_in(device, SlabState.FREE), key=lambda i: (ledger.slabs[i].since_s, i))
     made = DevicePlan(device, NOBODY, destroy=free[:count])
     if len(made.destroy) < count:
-        usable = [m for m in models if m.movable]
-        leased = _leased_slabs(usable, ledger)
-        spare = {m.arena.model_id: _spare_slots(m.arena, leased) for m in usable}
-        made.trades = _trades(usable, leased, spare, device, count - len(made.destroy), NOBODY, crosses=True)
+        victims = Victims(ledger, [m for m in models if m.movable], policy, now_s)
+        made.trades = victims.trades(device, count - len(made.destroy), NOBODY, crosses=True)
     return made
 
 
@@ -195,6 +168,104 @@ def _leased_count(ledger: Ledger, record: RangeRecord) -> int:
     return sum(ledger.slabs[i].state is SlabState.LEASED for i in record.slabs.values())
 
 
+class Rebalance(NamedTuple):
+    """A slab that is worth so much more to an arena than to another of its domain that it should go there."""
+
+    request: Request
+    plan: Plan
+    slot_bytes: int  # the class that the slab shall be of
+    gain: float  # what it is worth to who gets it
+
+
+def plan_rebalance(
+    ledger: Ledger, models: Sequence[Holder], device: str, *, now_s: float, policy: Policy = SHIPPED
+) -> Rebalance | None:
+    """The slab of a device that wins most by going from one arena to another of its domain; None if none should."""
+    if ledger.devices[device].failed:
+        return None
+    usable = [m for m in models if m.movable]
+    wanted = []
+    for holder in usable:
+        arena = holder.arena
+        for part in arena.parts:
+            record = ledger.ranges[part.range_id]
+            if part.device == device and holder.idle_since_s is None and len(record.slabs) < record.slabs_max:
+                worth = Victims(ledger, [holder], policy, now_s).worth(holder)
+                for slot_bytes in arena.missing_classes():
+                    missing = arena.hottest_missing(slot_bytes)[: part.slab_bytes // slot_bytes]
+                    wanted.append((float(worth[missing].sum()), record, slot_bytes))
+    for gain, record, slot_bytes in sorted(wanted, key=lambda w: (-w[0], w[1].range_id, w[2])):
+        others = [m for m in usable if m.arena.model_id != record.owner]
+        victims = Victims(ledger, others, policy, now_s, {record.range_id})
+        trades = victims.trades(device, 1, record.domain, crosses=False, gain=gain)
+        if trades:
+            plan = Plan([DevicePlan(device, record.domain, trades=trades)], [])
+            return Rebalance(Request(record.range_id, 1), plan, slot_bytes, gain)
+    return None
+
+
+# Shares
+
+
+def account(
+    ledger: Ledger, models: Sequence[Holder], device: str, asked: Mapping[int, int] | None = None
+) -> shares.Accounts:
+    """Every user's account on a device, as if the slabs of `asked`, by range, were granted."""
+    fixed = [(m.uid, _fixed(ledger, m, device, asked or {})) for m in models if m.uid is not None]
+    return shares.accounts(ledger, device, [(uid, slabs) for uid, slabs in fixed if uid is not None], asked)
+
+
+def share_refusal(ledger: Ledger, models: Sequence[Holder], device: str, asked: Mapping[int, int]) -> str:
+    """Why guarantees and users' caps do not allow a growth; empty if they do."""
+    if ledger.devices[device].is_host or not ledger.has_shares:
+        return ""
+    after = account(ledger, models, device, asked)
+    return (
+        ""
+        if shares.fits(ledger, device, after)
+        else shares.refusal(ledger, device, account(ledger, models, device), after)
+    )
+
+
+def is_promised(ledger: Ledger, models: Sequence[Holder], requests: Sequence[Request]) -> bool:
+    """Whether a growth is within what its users and sessions are guaranteed, on every device."""
+    asked = {request.range_id: request.slabs for request in requests}
+    devices = {ledger.ranges[range_id].device for range_id in asked}
+    return ledger.has_shares and all(
+        not ledger.devices[device].is_host
+        and shares.promised(account(ledger, models, device, asked)) <= shares.promised(account(ledger, models, device))
+        for device in devices
+    )
+
+
+def unpromised(ledger: Ledger, models: Sequence[Holder], device: str) -> int:
+    """Slabs of a device that are neither in use nor guaranteed to anybody; negative where too many are."""
+    return shares.slabs_of(ledger, device) - shares.promised(account(ledger, models, device))
+
+
+def _fixed(ledger: Ledger, holder: Holder, device: str, asked: Mapping[int, int]) -> int:
+    """Slabs of a model's weights and floor on a device."""
+    slabs = 0
+    first = holder.arena.parts[0].range_id
+    for record in ledger.ranges.values():
+        if record.owner == holder.arena.model_id and record.device == device:
+            held = len(record.slabs) + asked.get(record.range_id, 0)
+            if record.kind is RangeKind.WEIGHTS:
+                slabs += held
+            elif record.range_id == first:
+                slabs += min(held, holder.floor_slabs)
+    return slabs
+
+
+def _excess(ledger: Ledger, models: Sequence[Holder], device: str) -> Counter[str] | None:
+    """Slabs that each domain has on a device beyond what its users are promised; None: nobody is promised any."""
+    if ledger.devices[device].is_host or not ledger.has_shares:
+        return None
+    held = Counter(s.domain for s in ledger.slabs.values() if s.device == device and s.state is not SlabState.FREE)
+    held.subtract(shares.promised_to(ledger, account(ledger, models, device)))
+    return held
+
+
 def free_for(ledger: Ledger, device: str, domain: str) -> int:
     """Slabs that a domain can have on a device without anybody giving something."""
     if ledger.devices[device].failed:
@@ -208,15 +279,7 @@ def _foreign_free(ledger: Ledger, device: str, domain: str) -> list[int]:
     return sorted(i for i in ledger.slabs_in(device, SlabState.FREE) if ledger.slabs[i].domain != domain)
 
 
-def _plan_device(
-    ledger: Ledger,
-    models: Sequence[Holder],
-    leased: Leased,
-    spare: dict[int, int],
-    device: str,
-    domain: str,
-    count: int,
-) -> DevicePlan:
+def _plan_device(ledger: Ledger, victims: Victims, device: str, domain: str, count: int) -> DevicePlan:
     made = DevicePlan(device, domain, reuse=ledger.free_slabs(device, domain)[:count])
     foreign = _foreign_free(ledger, device, domain)
     balance = ledger.balance_slabs(device)
@@ -224,7 +287,7 @@ def _plan_device(
     if made.create > balance:
         made.destroy = foreign[: made.create - balance] if made.create else []
     if made.slabs < count:
-        made.trades = _trades(models, leased, spare, device, count - made.slabs, domain, crosses=False)
+        made.trades = victims.trades(device, count - made.slabs, domain, crosses=False)
     return made
 
 
@@ -266,135 +329,6 @@ def _idle_models(ledger: Ledger, models: Sequence[Holder], made: DevicePlan) -> 
         if slabs:
             found[model_id] = len(slabs)
     return found
-
-
-class _Candidate(NamedTuple):
-    heat: float  # of its experts; the fields are in the order of preference
-    experts: int
-    model: int  # index in the list of models
-    part: int
-    order: int  # its index in the range, negated
-    slab_id: int
-    slots: int
-
-
-def _leased_slabs(models: Sequence[Holder], ledger: Ledger) -> Leased:
-    revoking = {i for device in ledger.devices for i in ledger.slabs_in(device, SlabState.REVOKING)}
-    return {
-        m.arena.model_id: [
-            (p, index, slab_id)
-            for p, part in enumerate(m.arena.parts)
-            for index, slab_id in ledger.ranges[part.range_id].slabs.items()
-            if index in part.slabs and slab_id not in revoking
-        ]
-        for m in models
-    }
-
-
-def _spare_slots(arena: Arena, leased: Leased) -> int:
-    """Slots that an arena can give; those of slabs on their way out count as given."""
-    staying = sum(arena.parts[p].slabs[i].slots for p, i, _ in leased[arena.model_id])
-    return staying - arena.floor_slots
-
-
-def _trades(
-    models: Sequence[Holder],
-    leased: Leased,
-    spare: dict[int, int],
-    device: str,
-    count: int,
-    domain: str,
-    *,
-    crosses: bool,
-) -> list[ArenaTrade]:
-    """Up to `count` slabs of arenas on a device, the coldest first, floors respected.
-
-    `spare` is what each model can still give, on all devices; what is chosen here is
-    taken from it.
-    """
-    candidates = [
-        candidate
-        for m, holder in enumerate(models)
-        if (holder.arena.domain != domain) == crosses
-        for candidate in _candidates(holder.arena, m, device, leased)
-    ]
-    chosen: dict[tuple[int, int], list[_Candidate]] = {}
-    taken = 0
-    for candidate in sorted(candidates):
-        if taken == count:
-            break
-        model_id = models[candidate.model].arena.model_id
-        if spare[model_id] >= candidate.slots:
-            spare[model_id] -= candidate.slots
-            chosen.setdefault((candidate.model, candidate.part), []).append(candidate)
-            taken += 1
-    return [_trade(models[m].arena, leased, p, victims, crosses=crosses) for (m, p), victims in chosen.items()]
-
-
-def _candidates(arena: Arena, model: int, device: str, leased: Leased) -> list[_Candidate]:
-    """Slabs on a device that can be given: leased, nothing busy in them, every expert with a home."""
-    found = []
-    sums: dict[int, tuple[list[float], list[int]]] = {}
-    for p, index, slab_id in leased[arena.model_id]:
-        slab = arena.parts[p].slabs[index]
-        if arena.parts[p].device != device or slab.busy:
-            continue
-        if p not in sums:
-            sums[p] = _slab_sums(arena, p)
-        heat, homeless = (x[index] if index < len(x) else 0 for x in sums[p])
-        if not homeless:
-            # equal heat: the fewest experts leave, then the last slab of the range
-            found.append(_Candidate(heat, slab.slots - slab.empty, model, p, -index, slab_id, slab.slots))
-    return found
-
-
-def _slab_sums(arena: Arena, p: int) -> tuple[list[float], list[int]]:
-    """By slab index of a part: the heat of its experts, and how many of them have no home."""
-    here = np.flatnonzero(arena.place[:, 0] == p)
-    slabs = arena.place[here, 1]
-    heat = np.bincount(slabs, arena.heat[here])
-    homeless = np.bincount(slabs, ~arena.home_ready[here])
-    return heat.tolist(), homeless.tolist()
-
-
-def _trade(arena: Arena, leased: Leased, p: int, victims: Sequence[_Candidate], *, crosses: bool) -> ArenaTrade:
-    """The moves that keep the hotter experts: the hottest of the victims to the coldest that stay."""
-    part = arena.parts[p]
-    indexes = [-v.order for v in victims]
-    leaving = set(part.slabs) - {index for q, index, _ in leased[arena.model_id] if q == p} | set(indexes)
-    moves: list[Move] = []
-    evicted: list[int] = []
-    for slot_bytes in {part.slabs[i].slot_bytes for i in indexes}:
-        experts = np.concatenate([part.slabs[i].experts() for i in indexes if part.slabs[i].slot_bytes == slot_bytes])
-        hottest = experts[np.lexsort((experts, -arena.heat[experts]))]
-        staying = _staying_coldest_first(arena, p, slot_bytes, leaving, len(hottest))
-        kept = 0
-        for expert, (displaced, slot) in zip(hottest.tolist(), staying, strict=False):
-            if displaced != EMPTY and arena.heat[displaced] >= arena.heat[expert]:
-                break
-            moves.append(Move(expert, slot, displaced))
-            kept += 1
-        evicted += hottest[kept:].tolist()
-    slots = sum(v.slots for v in victims)
-    return ArenaTrade(arena.model_id, p, indexes, [v.slab_id for v in victims], slots, moves, evicted, crosses)
-
-
-def _staying_coldest_first(
-    arena: Arena, p: int, slot_bytes: int, leaving: set[int], count: int
-) -> list[tuple[int, Slot]]:
-    """Up to `count` (expert or EMPTY, slot) that stay and may be taken over: empty ones, then the coldest."""
-    found = [
-        (EMPTY, Slot(p, index, int(slot)))
-        for index, slab in arena.parts[p].slabs.items()
-        if slab.empty and slab.slot_bytes == slot_bytes and index not in leaving
-        for slot in np.flatnonzero(slab.occupants == EMPTY)
-    ][:count]
-    held = (arena.place[:, 0] == p) & arena.home_ready & (arena.geometry.slot_bytes == slot_bytes)
-    experts = np.flatnonzero(held)
-    experts = experts[~np.isin(arena.place[experts, 1], list(leaving))]
-    coldest = experts[np.argsort(arena.heat[experts], kind="stable")[: count - len(found)]]
-    places = arena.place[coldest].tolist()
-    return found + [(expert, Slot(*place)) for expert, place in zip(coldest.tolist(), places, strict=True)]
 
 
 def refusal(

@@ -53,6 +53,9 @@ class SlabRecord:
     holder_pid: int = 0  # of that session, which may have ended, or of whom it is seen at; 0: unknown
     since_s: float = 0.0  # of the present state
     traded_s: float | None = None  # when it last left an arena for another range
+    left_range: int | None = None  # which range it left last
+    came_from: int | None = None  # which range it was in before the present one, or before it was freed
+    came_s: float = 0.0  # and when it came from there
 
 
 @dataclass
@@ -96,6 +99,23 @@ class RangeRecord:
 
 
 @dataclass(frozen=True)
+class Share:
+    """What a user or a session is guaranteed of each device, may hold of it at most, and comes before whom."""
+
+    guarantee_bytes: int = 0
+    cap_bytes: int | None = None  # None: no cap
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class UserRecord:
+    """One user that has a session, or is guaranteed something."""
+
+    domain: str
+    share: Share
+
+
+@dataclass(frozen=True)
 class SessionRecord:
     """One client process, by kernel-checked credentials."""
 
@@ -106,6 +126,7 @@ class SessionRecord:
     domain: str
     executable: str
     started_s: float
+    share: Share = Share()
 
 
 class Ledger:
@@ -116,6 +137,7 @@ class Ledger:
         self.slabs: dict[int, SlabRecord] = {}
         self.ranges: dict[int, RangeRecord] = {}
         self.sessions: dict[int, SessionRecord] = {}
+        self.users: dict[int, UserRecord] = {}
         self._by_device: dict[str, dict[SlabState, set[int]]] = {}
         self._next_id = 1
 
@@ -158,6 +180,12 @@ class Ledger:
         return [s.slab_id for s in sorted(free, key=lambda s: (s.since_s, s.slab_id)) if s.domain == domain]
 
     # Sessions and ranges
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether anybody is guaranteed something, or capped."""
+        shares = [user.share for user in self.users.values()] + [s.share for s in self.sessions.values()]
+        return any(share.guarantee_bytes or share.cap_bytes is not None for share in shares)
 
     def add_session(self, session: SessionRecord) -> None:
         """Registers a session whose credentials were checked."""
@@ -242,6 +270,7 @@ class Ledger:
             raise ValueError(f"index {index} of range {range_id} is taken or outside")
         into.slabs[index] = slab_id
         slab.range_id, slab.index = range_id, index
+        slab.came_from, slab.came_s = slab.left_range, now_s
         self._enter(slab, SlabState.LEASED, now_s)
 
     def begin_revoke(self, slab_id: int, now_s: float) -> None:
@@ -293,6 +322,7 @@ class Ledger:
         record.filled_to = min(record.filled_to, slab.index)
         if record.kind is RangeKind.ARENA:
             slab.traded_s = now_s
+        slab.left_range = slab.range_id
         slab.range_id = slab.index = None
         return slab
 

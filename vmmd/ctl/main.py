@@ -13,6 +13,7 @@ from vmmd.ctl.doctor import doctor
 from vmmd.ctl.drain import drain
 from vmmd.ctl.status import status
 from vmmd.ctl.top import top
+from vmmd.ctl.trades import explain, trades
 from vmmd.ctl.verify import verify
 from vmmd.errors import VmmError
 
@@ -30,6 +31,8 @@ cli.add_command(status)
 cli.add_command(top)
 cli.add_command(conversations)
 cli.add_command(drop)
+cli.add_command(trades)
+cli.add_command(explain)
 cli.add_command(verify)
 cli.add_command(drain)
 cli.add_command(doctor)

@@ -14,6 +14,7 @@ from strata_client.text import escape_controls
 
 _WIDTH_WITHOUT_TERMINAL = 160
 _WIDTH_OF_ALL = 150
+_PARTIES = (("giver", "from_range_id"), ("taker", "to_range_id"))
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -93,6 +94,35 @@ def print_verification(found: dict[str, Any]) -> None:
         console.print("all equal")
     elif listed < found["mismatched"]:
         console.print(f"{found['mismatched']} mismatches, the first {listed} of them listed")
+
+
+def print_decisions(decisions: Sequence[dict[str, Any]]) -> None:
+    """Prints decisions (see `vmmd.ctl.trades`), a line each, and one for its reason."""
+    console = make_console()
+    if not decisions:
+        console.print("no decisions yet")
+    for decision in decisions:
+        ids = [f"{_text(decision[who])}{_range_id(decision[key])}" for who, key in _PARTIES]
+        times = f" ({decision['times']} times)" if decision["times"] > 1 else ""
+        slabs = f"{decision['slabs']} slab" + "s" * (decision["slabs"] != 1)
+        parties = f"for {ids[1]}" if decision["kind"] == "refusal" else f"{ids[0]} to {ids[1]}"
+        head = f"{duration(decision['age_s'])} ago  {_text(decision['kind'])}{times}: {slabs}, {parties}"
+        console.print(Text(f"{head}, on {_text(decision['device_uuid'])}", style="bold"))
+        console.print(Text(f"    {_text(decision['reason'])}"))
+
+
+def print_facts(facts: Sequence[dict[str, str]]) -> None:
+    """Prints an explanation (see `vmmd.ctl.trades`): topics beside texts."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for fact in facts:
+        table.add_row(_text(fact["topic"]), _text(fact["text"]))
+    make_console().print(table)
+
+
+def _range_id(range_id: int) -> str:
+    return f" [range {range_id}]" if range_id else ""
 
 
 def size(n_bytes: int) -> str:
@@ -177,6 +207,7 @@ _DEVICES = (
     _Column("state", lambda d: Text(_text(d["state"]), style="green" if d["state"] == "ok" else "bold red")),
 )
 _MODELS = (
+    _Column("id", lambda m: str(m["model_id"]), True),
     _Column("model", lambda m: _text(m["name"])),
     _Column("domain", lambda m: _text(m["domain"] or m["uid"])),
     _Column("resident", lambda m: f"{m['resident']} of {m['experts']}", True),
@@ -189,6 +220,7 @@ _MODELS = (
     _Column("notes", _notes, narrow="if used"),
 )
 _SESSIONS = (
+    _Column("id", lambda s: str(s["session_id"]), True),
     _Column("pid", lambda s: str(s["pid"]), True),
     _Column("user", lambda s: _text(s["user"] or s["uid"])),
     _Column("executable", lambda s: _text(s["executable"])),

@@ -178,7 +178,8 @@ class Homes:
             return []
         request = arbiter.Request(model.homes.range_id, missing)
         patient = bool(self._needed[experts].any())
-        granted = await manager.slabs.provide([request], keep_models=(model.model_id,), patient=patient)
+        keep = (model.model_id,)
+        granted = await manager.slabs.provide([request], keep_models=keep, patient=patient, ask=patient)
         if model.closed:
             manager.releases.take_back([p.slab_id for p in granted.placed], 0)
             raise Unavailable(f"model {model.name!r} is being dropped")

@@ -1,13 +1,15 @@
 """K/V ranges: elastic memory of one session, from its first slab to its last."""
 
 import asyncio
+import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 from strata_api.v1 import memory_pb2
 
-from vmmd.core import arbiter
+from vmmd.core import arbiter, decisions, shares
 from vmmd.core.ledger import RangeKind, RangeRecord, SlabState
 from vmmd.errors import Exhausted, InvalidRequest, LeaseRevoked, NotFound
 from vmmd.manager.session import BatchItem, Kind, Session
@@ -98,17 +100,20 @@ class KvRanges:
             raise NotFound(f"range {range_id} is not a K/V range of this session")
         return record
 
-    async def grow(self, session: Session, growths: Sequence[tuple[int, int]]) -> Grown:
-        """Grows K/V ranges to at least so many cells each, all or nothing.
+    async def grow(self, session: Session, growths: Sequence[tuple[int, int]], wait_s: float = 0.0) -> Grown:
+        """Grows K/V ranges to at least so many cells each, all or nothing, at once or within `wait_s`.
 
         A caller that is cancelled meanwhile (its client hung up) does not stop a
         trade half-way: the growth is completed and given back. Errors:
         `InvalidRequest`, `NotFound`, `Exhausted` (nothing changed), `LeaseRevoked`.
         """
-        task = asyncio.create_task(self._counted_growth(session, growths))
+        hung_up = asyncio.Event()
+        task = asyncio.create_task(self._counted_growth(session, growths, wait_s, hung_up))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
+            hung_up.set()
+            self._manager.waiting.look()
             task.add_done_callback(lambda done: self._undo_growth(session, done))
             raise
 
@@ -118,11 +123,13 @@ class KvRanges:
             kept = [i.slab_id for i in items if self._manager.slabs.is_at(Placed(i.id, i.slab_index, i.slab_id))]
             self._manager.releases.take_back(kept, session.session_id)
 
-    async def _counted_growth(self, session: Session, growths: Sequence[tuple[int, int]]) -> Grown:
+    async def _counted_growth(
+        self, session: Session, growths: Sequence[tuple[int, int]], wait_s: float, hung_up: asyncio.Event
+    ) -> Grown:
         figures = self._manager.figures
         began_s = figures.growth_began(session)
         try:
-            grown = await self._grow(session, growths)
+            grown = await self._grow(session, growths, wait_s, hung_up)
         except BaseException:
             figures.growth_ended(session, began_s, None)
             raise
@@ -130,7 +137,9 @@ class KvRanges:
         figures.growth_ended(session, began_s, grown.free_slabs + traded, traded)
         return grown
 
-    async def _grow(self, session: Session, growths: Sequence[tuple[int, int]]) -> Grown:
+    async def _grow(
+        self, session: Session, growths: Sequence[tuple[int, int]], wait_s: float, hung_up: asyncio.Event
+    ) -> Grown:
         records = [self._own_range(session, range_id) for range_id, _ in growths]
         if len({r.range_id for r in records}) != len(records):
             raise InvalidRequest("a range is named twice in one growth")
@@ -138,20 +147,23 @@ class KvRanges:
         if session.ended or any(r.closed for r in records):
             raise LeaseRevoked("the session or the range ended before it grew")
         session.check_batches()
-        requests = []
         for record, (_, cells) in zip(records, growths, strict=True):
             if not 0 <= cells <= record.cells_max:
                 raise InvalidRequest(
                     f"range {record.range_id} cannot grow to {cells} cells; it was made for {record.cells_max} at most"
                 )
-            wanted = -(-cells // record.cells_per_slab)
-            if wanted > len(record.slabs):
-                requests.append(arbiter.Request(record.range_id, wanted - len(record.slabs)))
-        if not requests:
+
+        def missing() -> list[arbiter.Request]:
+            each = zip(records, growths, strict=True)
+            wanted = [(r.range_id, -(-cells // r.cells_per_slab) - len(r.slabs)) for r, (_, cells) in each]
+            return [arbiter.Request(range_id, slabs) for range_id, slabs in wanted if slabs > 0]
+
+        asked = {request.range_id: request.slabs for request in missing()}
+        if not asked:
             return Grown(0, records, 0, [])
-        for model in self._manager.models.values():
-            model.count_heat()
-        granted = await self._manager.slabs.provide(requests)
+        self._check_cap(session, asked)
+        gone = partial(_is_over, session, records, hung_up)
+        granted = await self._manager.waiting.provide(session.record, missing, wait_s=wait_s, gone=gone)
         if session.ended or any(r.closed for r in records):
             self._manager.releases.take_back(
                 [p.slab_id for p in granted.placed if self._manager.slabs.is_at(p)], session.session_id
@@ -169,6 +181,15 @@ class KvRanges:
         )
         return Grown(batch_id, records, granted.free_slabs, granted.trades)
 
+    def _check_cap(self, session: Session, asked: dict[int, int]) -> None:
+        """Errors: `Exhausted` where a growth is beyond the session's own cap: no waiting helps."""
+        why = shares.over_cap(self._manager.ledger, session.record, asked)
+        if why:
+            requests = [arbiter.Request(range_id, slabs) for range_id, slabs in asked.items()]
+            refused = decisions.refused(self._manager.ledger, requests, why, time.monotonic())
+            self._manager.decisions.add(refused)
+            raise Exhausted(why)
+
     async def shrink(self, session: Session, range_id: int, cells: int) -> RangeRecord:
         """Takes back a K/V range's slabs from the end, keeping at least so many cells.
 
@@ -181,6 +202,10 @@ class KvRanges:
         keep = -(-cells // record.cells_per_slab)
         slab_ids = [s for i, s in sorted(record.slabs.items()) if i >= keep]
         slab_ids = [s for s in slab_ids if self._manager.ledger.slabs[s].state is SlabState.LEASED]
+        if slab_ids:
+            now, why = time.monotonic(), f"its client keeps {cells} cells"
+            freed = decisions.freed(self._manager.ledger, record, len(slab_ids), why, now)
+            self._manager.decisions.add([freed])
         for items in session.batches.values():
             items[:] = [item for item in items if item.slab_id not in slab_ids]
         self._manager.conversations.lowered(range_id, keep * record.cells_per_slab)
@@ -194,3 +219,8 @@ class KvRanges:
         self._manager.conversations.forget(range_id)
         record.closed = True
         self._manager.slabs.tidy()
+
+
+def _is_over(session: Session, records: Sequence[RangeRecord], hung_up: asyncio.Event) -> bool:
+    """Whether nobody waits for a growth any more."""
+    return session.ended or hung_up.is_set() or any(record.closed for record in records)

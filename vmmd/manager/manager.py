@@ -8,7 +8,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,10 +17,11 @@ from pathlib import Path
 import structlog
 from strata_api.v1 import memory_pb2, pages
 
-from vmmd.core import arbiter, geometry
-from vmmd.core.heat import Heat
-from vmmd.core.ledger import DeviceRecord, Ledger, RangeKind, RangeRecord, SessionRecord
+from vmmd.core import arbiter, decisions, explain, geometry, shares
+from vmmd.core.ledger import DeviceRecord, Ledger, RangeKind, RangeRecord, SessionRecord, Share, UserRecord
+from vmmd.core.policy import SHIPPED, Policy
 from vmmd.core.residency import Arena, Part
+from vmmd.core.victims import Holder
 from vmmd.driver.base import Driver
 from vmmd.errors import Draining, Exhausted, LeaseRevoked, NotFound, PermissionDenied, VmmError
 from vmmd.manager import opening
@@ -39,6 +40,7 @@ from vmmd.manager.session import BatchItem, Kind, Session
 from vmmd.manager.shared import HeatPage, ResidencyTable, SharedPage
 from vmmd.manager.slabs import Placed, Slabs
 from vmmd.manager.upkeep import Upkeep
+from vmmd.manager.waiting import Waiting
 
 log = structlog.get_logger("vmmd.manager")
 
@@ -55,6 +57,7 @@ class Options:
     placement_bytes_per_s: int = 8 << 30
     state_dir: Path | None = None
     sessions_per_user_max: int = 64
+    waiting_per_user_max: int = 64
     ranges_per_session_max: int = 256
     ranges_per_user_max: int = 1024
     calls_per_user_max: int = 256
@@ -68,16 +71,36 @@ ModelKey = tuple[str, tuple[FileIdentity, ...], str, tuple[str, ...]]
 
 
 class Manager:
-    """Owns the ledger, the driver and every session's state."""
+    """Owns the ledger, the driver and every session's state.
 
-    def __init__(self, driver: Driver, devices: Sequence[DeviceRecord], options: Options) -> None:
+    Args:
+        driver: makes memory.
+        devices: what there is of it.
+        options: see there.
+        users: who is guaranteed something, from the start, by user id.
+        shares_of: shares of a user, by user and group id, and of each of its sessions.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        devices: Sequence[DeviceRecord],
+        options: Options,
+        users: Mapping[int, UserRecord] | None = None,
+        shares_of: Callable[[int, int], tuple[Share, Share]] = lambda uid, gid: (Share(), Share()),
+    ) -> None:
         self.epoch = secrets.randbits(63) | 1
         self.started_s = time.monotonic()
         self.options = options
+        self.policy: Policy = replace(
+            SHIPPED, hold_s=options.give_back_delay_s, half_life_tokens=options.heat_half_life_tokens
+        )
         self.driver = driver
         self.ledger = Ledger()
         for device in devices:
             self.ledger.add_device(replace(device))
+        self.ledger.users.update(users or {})
+        self._shares_of = shares_of
         self.host = next(d.uuid for d in devices if d.is_host)
         self.executor = ThreadPoolExecutor(8, "vmmd-io")
         self.sessions: dict[int, Session] = {}
@@ -88,11 +111,13 @@ class Manager:
         self.draining = False
         self.when_drained: Callable[[], None] = lambda: None
         """Called when the last session of a draining daemon has gone."""
+        self.decisions = decisions.Log()
         self.physical = PhysicalSlabs(driver)
         self.figures = Figures(self)
         self.recalls = Recalls(self)
         self.releases = Releases(self)
         self.slabs = Slabs(self)
+        self.waiting = Waiting(self)
         self.kv = KvRanges(self)
         self.conversations = Conversations(self)
         self.devices = Devices(self)
@@ -102,10 +127,21 @@ class Manager:
 
     # Sessions
 
-    def connect(self, pid: int, uid: int, gid: int, domain: str, executable: str, pidfd: int) -> Session:
+    def connect(
+        self,
+        pid: int,
+        uid: int,
+        gid: int,
+        domain: str,
+        executable: str,
+        pidfd: int,
+        asked: shares.Asked = shares.Asked(),  # noqa: B008  a tuple
+    ) -> Session:
         """Begins a session of a client whose credentials the broker checked; owns `pidfd` then.
 
-        Errors: `Draining`, `Exhausted` (sessions_per_user_max). The pidfd stays the
+        `asked` is the share that the client wants, at most what its user's sessions may
+        have. Errors: `Draining`, `Exhausted` (sessions_per_user_max, or no memory left
+        to guarantee), `InvalidRequest` (more than it may have). The pidfd stays the
         caller's on an error.
         """
         if self.draining:
@@ -115,15 +151,34 @@ class Manager:
                 f"user {uid} has {self.options.sessions_per_user_max} sessions, which is the limit"
                 " (sessions_per_user_max); end one first"
             )
-        page = SharedPage("session", pages.SESSION_PAGE_BYTES, read_only=False)
-        record = SessionRecord(self.ledger.new_id(), pid, uid, gid, domain, executable, time.monotonic())
+        of_user, of_session = self._shares_of(uid, gid)
+        share = shares.lessened(of_session, asked)
+        self.ledger.users.setdefault(uid, UserRecord(domain, of_user))
+        now = time.monotonic()
+        record = SessionRecord(self.ledger.new_id(), pid, uid, gid, domain, executable, now, share)
         self.ledger.add_session(record)
+        self._check_guarantee(record)
+        page = SharedPage("session", pages.SESSION_PAGE_BYTES, read_only=False)
         session = Session(record, secrets.token_hex(32), pidfd, page)
         session.hang_up = partial(self.disconnect, session)
         self.sessions[session.session_id] = session
         self._by_token[session.token] = session
         log.info("session.connected", session=session.session_id, pid=pid, uid=uid, executable=executable)
         return session
+
+    def _check_guarantee(self, record: SessionRecord) -> None:
+        """Errors: `Exhausted` where a new session's guarantee is more than is left; the session is forgotten."""
+        if not record.share.guarantee_bytes:
+            return
+        for device in self.ledger.devices.values():
+            left = 0 if device.is_host else arbiter.unpromised(self.ledger, self.holders(), device.uuid)
+            if left < 0:
+                self.ledger.remove_session(record.session_id)
+                raise Exhausted(
+                    f"this session is to be guaranteed {arbiter.size_text(record.share.guarantee_bytes)} of"
+                    f" {device.uuid}, and {arbiter.size_text(-left * device.slab_bytes)} of that are in use or"
+                    " guaranteed to others; ask for a smaller guarantee, or end a session"
+                )
 
     def find_session(self, token: str) -> Session | None:
         """The session of a token, None where it is no session's."""
@@ -149,10 +204,23 @@ class Manager:
         session.close()
         ranges = [r for r in self.ledger.session_ranges(session.session_id) if r.range_id not in self.conversations]
         slab_ids = [i for r in ranges for i in r.slabs.values()]
+        self.note_freed(ranges, f"the session ended: {why}")
         log.info("session.ended", session=session.session_id, pid=session.record.pid, why=why, slabs=len(slab_ids))
         self.releases.take_back(slab_ids, session.session_id)
         if self.draining and not self.sessions:
             self.when_drained()
+
+    def note_freed(self, records: Sequence[RangeRecord], why: str) -> None:
+        """Keeps for `vmmctl explain` that ranges give up all their slabs."""
+        now = time.monotonic()
+        self.decisions.add([decisions.freed(self.ledger, r, len(r.slabs), why, now) for r in records if r.slabs])
+
+    def explain(self, some_id: int) -> list[explain.Fact]:
+        """Why a range, a session or a model has what it has. Errors: `NotFound`."""
+        delay_s = self.options.give_back_delay_s
+        now_s = time.monotonic()
+        explainer = explain.Explainer(self.ledger, self.holders(), self.decisions, self.policy, now_s, delay_s)
+        return explainer.explain(some_id)
 
     def drain(self) -> int:
         """Refuses new sessions from now on; returns how many there are."""
@@ -170,9 +238,20 @@ class Manager:
 
     # Models
 
-    def holders(self) -> list[arbiter.Holder]:
+    def holders(self) -> list[Holder]:
         """The models as the arbiter sees them."""
-        return [arbiter.Holder(m.arena, m.idle_since_s, m.movable) for m in self.models.values()]
+        return [
+            Holder(
+                m.arena,
+                m.idle_since_s,
+                m.movable,
+                max((s.record.share.priority for s in m.sessions), default=0),
+                m.sessions[0].record.uid if m.sessions else None,
+                m.floor_slabs,
+                m.routed_s,
+            )
+            for m in self.models.values()
+        ]
 
     async def open_model(
         self,
@@ -183,12 +262,14 @@ class Manager:
         shape: tuple[int, int, int],
         stacks: Sequence[geometry.Stack],
         weights: Sequence[geometry.Extent],
+        wait_s: float = 0.0,
     ) -> tuple[Model, bool]:
         """Finds or makes a model and attaches the session; returns it and whether it was there already.
 
-        `shape` is (n_layers, n_experts, top_k). The model may still be filling: wait
-        for `model.ready`. Errors: `InvalidRequest` (a geometry that lies, an expert
-        larger than a slab), `NotFound`, `Exhausted`, `StaleGeneration`.
+        `shape` is (n_layers, n_experts, top_k). The model may still be filling, or
+        waiting for memory for up to `wait_s`: wait for `model.ready`. Errors:
+        `InvalidRequest` (a geometry that lies, an expert larger than a slab), `NotFound`,
+        `Exhausted`, `StaleGeneration`.
         """
         fds = session.take_files(files_id)
         session.opening += 1
@@ -208,7 +289,7 @@ class Manager:
                 fds = []
                 self.models[model.model_id] = model
                 self._by_key[key] = model
-                task = asyncio.create_task(opening.run(self, model))
+                task = asyncio.create_task(opening.run(self, model, session.record, wait_s))
                 self._openings.add(task)
                 task.add_done_callback(self._openings.discard)
             if session.ended:
@@ -262,7 +343,7 @@ class Manager:
             self.physical,
             self.options.quiesce_deadline_s,
             asyncio.get_running_loop().create_future(),
-            Heat(checked.n, checked.n_layers * checked.top_k, self.options.heat_half_life_tokens),
+            self.policy.estimate(checked.n, checked.n_layers * checked.top_k),
             key_of(domain, identities, checked.digest),
         )
 
@@ -323,6 +404,7 @@ class Manager:
     def discard_ranges(self, model: Model) -> None:
         """Takes back every slab of a model that no session has open, and its ranges."""
         records = [model.weights, model.homes, *model.ranges]
+        self.note_freed(records, "the model was given up")
         self.releases.take_back([i for r in records for i in r.slabs.values()], 0)
 
     def grant_added(self, model: Model, record: RangeRecord, placed: Sequence[Placed]) -> list[tuple[Session, int]]:

@@ -5,6 +5,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -16,8 +17,8 @@ import structlog
 from strata_api.v1 import memory_pb2, pages
 
 from vmmd.core.generations import is_behind
-from vmmd.core.heat import Heat
 from vmmd.core.ledger import RangeRecord
+from vmmd.core.policy import Estimate
 from vmmd.core.residency import F64, NOWHERE, Arena
 from vmmd.driver import membarrier
 from vmmd.driver.base import Driver, Slab
@@ -69,7 +70,7 @@ class Model:
     slabs: Mapping[int, Slab]  # physical slabs by id
     quiesce_deadline_s: float
     ready: "asyncio.Future[None]"
-    heat: Heat
+    heat: Estimate
     profile_key: str
     sessions: list[Session] = field(default_factory=list)
     figures: ModelFigures = field(default_factory=ModelFigures)
@@ -80,6 +81,8 @@ class Model:
     reading: list[float] = field(default_factory=list)  # generations that the daemon's own reads go by
     working: int = 0  # fills and trades under way: its descriptors and table are needed
     idle_since_s: float | None = None
+    routed_s: float | None = None  # when anything was routed last
+    floor_slabs: int = 0  # of the first device that the floor and the experts without homes need
     stuck_pids: tuple[int, ...] = ()
     exchanged: int = 0  # experts that took a colder one's slot
     learned_more: bool = False  # since its profile was saved
@@ -131,6 +134,7 @@ class Model:
         if routed:
             self.arena.heat = self.heat.value()
             self.learned_more = True
+            self.routed_s = time.monotonic()
         return routed
 
     # Generations

@@ -15,6 +15,7 @@ import structlog
 
 from vmmd.core import arbiter
 from vmmd.core.geometry import Geometry
+from vmmd.core.ledger import SessionRecord
 from vmmd.core.residency import NOWHERE, assign_classes, classes, slabs_needed
 from vmmd.errors import Exhausted, Unavailable, VmmError
 from vmmd.manager import filling
@@ -34,14 +35,17 @@ def arena_slabs_max(geometry: Geometry, slab_bytes: int) -> int:
     return slabs_needed(geometry, slab_bytes) + len(classes(geometry))
 
 
-async def run(manager: "Manager", model: Model) -> None:
-    """Fills a new model and resolves `model.ready`; on an error it is given up whole."""
+async def run(manager: "Manager", model: Model, opener: SessionRecord, wait_s: float) -> None:
+    """Fills a new model and resolves `model.ready`; on an error it is given up whole.
+
+    Memory is waited for for up to `wait_s`, and as long as a session wants the model.
+    """
     geometry = model.arena.geometry
     homes: Homes | None = None
     began = time.monotonic()
     try:
         await _recall(manager, model)
-        await _provide(manager, model)
+        await _provide(manager, model, opener, wait_s)
         experts, places = _place(model)
         provided_s = time.monotonic() - began
         needed = model.arena.home[:, 0] != NOWHERE
@@ -93,7 +97,7 @@ async def _recall(manager: "Manager", model: Model) -> None:
         model.arena.heat = model.heat.value()
 
 
-async def _provide(manager: "Manager", model: Model) -> None:
+async def _provide(manager: "Manager", model: Model, opener: SessionRecord, wait_s: float) -> None:
     """Leases slabs: weights and the arena's floor at least, then as much as is free. Plans the homes."""
     ledger, arena, geometry = manager.ledger, model.arena, model.arena.geometry
     host = model.homes
@@ -104,11 +108,17 @@ async def _provide(manager: "Manager", model: Model) -> None:
     order = hottest[::-1] if homes < wanted else _slotless_first(manager, model, hottest)
     arena.plan_homes(host_bytes, homes, order)
     pinned = np.flatnonzero(arena.home[:, 0] == NOWHERE)
-    floor = _floor_slabs(model, pinned)
+    floor = model.floor_slabs = _floor_slabs(model, pinned)
     first = model.ranges[0]
     need = [arbiter.Request(model.weights.range_id, model.weights.slabs_max), arbiter.Request(first.range_id, floor)]
     try:
-        await manager.slabs.provide(need, keep_models=(model.model_id,))
+        await manager.waiting.provide(
+            opener,
+            lambda: need,
+            wait_s=wait_s,
+            gone=lambda: not model.sessions,
+            keep_models=(model.model_id,),
+        )
     except Exhausted as error:
         raise Exhausted(
             f"model {model.name!r} needs {arbiter.size_text(geometry.weights_bytes)} of weights and room for"

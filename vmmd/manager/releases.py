@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import structlog
 from strata_api.v1 import memory_pb2
 
-from vmmd.core import arbiter
 from vmmd.core.ledger import SlabState
+from vmmd.core.victims import ArenaTrade
 from vmmd.manager import trading
 from vmmd.manager.model import Model
 
@@ -47,7 +47,7 @@ class Releases:
 
     # Asking for slabs
 
-    def tell_removed(self, model: Model, trade: arbiter.ArenaTrade, deadline_s: float = 0.0) -> int:
+    def tell_removed(self, model: Model, trade: ArenaTrade, deadline_s: float = 0.0) -> int:
         """Asks an arena's sessions to unmap a trade's slabs; returns the revocation they answer.
 
         Without a deadline the memory stays in the domain, and whoever gets to it
@@ -74,7 +74,7 @@ class Releases:
         for revocation in [r for r in self._lingering if r not in open_]:
             del self._lingering[revocation]
 
-    async def revoke(self, model: Model, trade: arbiter.ArenaTrade) -> list[int]:
+    async def revoke(self, model: Model, trade: ArenaTrade) -> list[int]:
         """Two phases: ask, wait for the memory to be let go, quarantine what is not. Returns what was destroyed."""
         deadline_s = self._manager.options.revoke_deadline_s
         asked = list(model.sessions)
@@ -202,5 +202,6 @@ class Releases:
             self._look_again_s = time.monotonic() + LOOK_S
 
     def _came_back(self) -> None:
+        self._manager.waiting.look()
         self._manager.slabs.tidy()
         self._manager.upkeep.wake()

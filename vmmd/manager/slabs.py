@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import structlog
 from strata_api.v1 import memory_pb2
 
-from vmmd.core import arbiter
+from vmmd.core import arbiter, decisions
 from vmmd.core.ledger import Ledger, RangeKind, RangeRecord, SlabState
+from vmmd.core.victims import ArenaTrade
 from vmmd.errors import Exhausted, VmmError
 from vmmd.manager import trading
 from vmmd.manager.model import Model, Stuck
@@ -87,36 +88,68 @@ class Slabs:
         )
 
     async def provide(
-        self, requests: Sequence[arbiter.Request], *, keep_models: Collection[int] = (), patient: bool = True
+        self,
+        requests: Sequence[arbiter.Request],
+        *,
+        keep_models: Collection[int] = (),
+        patient: bool = True,
+        ask: bool = False,
     ) -> Provided:
-        """Plans and carries out, all or nothing; `patient`: waits for memory that is on its way back.
+        """Plans and carries out, all or nothing.
 
-        Plans again where a model was dropped for it, where a reader is stuck or where
-        another program took the memory. Errors: `Exhausted`, `DriverError`.
+        `patient` waits for memory that is on its way back; `ask` asks clients that can to
+        give some back, before it is refused. Plans again where a model was dropped for it,
+        where a reader is stuck or where another program took the memory. Errors:
+        `Exhausted`, `DriverError`.
         """
         mine = [r.range_id for r in requests]
         self._busy.update(mine)
         try:
-            provided = await self._provide(requests, keep_models, patient)
+            provided = await self._provide(requests, keep_models, patient, ask)
             self._manager.figures.traded(provided.trades)
             return provided
         finally:
             self._busy.subtract(mine)
             self.tidy()
 
+    async def rebalance(self, device: str) -> tuple[arbiter.Rebalance, Placed] | None:
+        """Moves one slab of a device between arenas of a domain, if that pays. Errors: `VmmError`, `Stuck`."""
+        holders = self._manager.holders()
+        found = arbiter.plan_rebalance(
+            self._ledger, holders, device, now_s=time.monotonic(), policy=self._manager.policy
+        )
+        if found is None or self.places(self._ledger.ranges[found.request.range_id]) < 1:
+            return None
+        self._busy.update([found.request.range_id])
+        try:
+            provided = await self._carry_out(found.plan, [found.request])
+            self._manager.figures.traded(provided.trades)
+            return found, provided.placed[0]
+        except (_PlanAgain, _MemoryTaken):
+            return None
+        finally:
+            self._busy.subtract([found.request.range_id])
+            self.tidy()
+
     async def _provide(
-        self, requests: Sequence[arbiter.Request], keep_models: Collection[int], patient: bool
+        self, requests: Sequence[arbiter.Request], keep_models: Collection[int], patient: bool, ask: bool
     ) -> Provided:
         attempts = 0
         until = time.monotonic() + (WAIT_DEADLINE_S if patient else 0.0)
         while attempts < ATTEMPTS_MAX:
             try:
-                keep = {*keep_models, *self._withholding(requests)}
-                plan = arbiter.plan(self._ledger, self._manager.holders(), requests, keep_models=keep)
+                plan = arbiter.plan(
+                    self._ledger,
+                    self._manager.holders(),
+                    requests,
+                    now_s=time.monotonic(),
+                    policy=self._manager.policy,
+                    keep_models={*keep_models, *self._withholding(requests)},
+                )
             except Exhausted as error:
-                if time.monotonic() < until and await self._wait_for_memory(requests):
+                if time.monotonic() + error.retry_s < until and await self._wait_for_memory(requests, error):
                     continue
-                if patient and isinstance(error, arbiter.Short) and await self._ask_for_memory(requests, error):
+                if ask and isinstance(error, arbiter.Short) and await self._ask_for_memory(requests, error):
                     until = time.monotonic() + WAIT_DEADLINE_S  # for what was given to be let go
                     continue
                 raise
@@ -129,6 +162,9 @@ class Slabs:
                 continue
             if plan.drop:
                 for model_id in plan.drop:
+                    holder = next(h for h in self._manager.holders() if h.arena.model_id == model_id)
+                    dropped = decisions.dropped(self._ledger, holder, requests, time.monotonic())
+                    self._manager.decisions.add([dropped])
                     dropping = asyncio.create_task(self._manager.drop_model(self._manager.models[model_id]))
                     self._tasks.add(dropping)  # others who need memory wait for it, too
                     dropping.add_done_callback(self._tasks.discard)
@@ -161,11 +197,11 @@ class Slabs:
             if m.arena.domain not in domains and any(s.session_id in holders for s in m.sessions)
         }
 
-    async def _wait_for_memory(self, requests: Sequence[arbiter.Request]) -> bool:
+    async def _wait_for_memory(self, requests: Sequence[arbiter.Request], refusal: Exhausted) -> bool:
         """Waits for slabs that are on their way back, or experts that will soon be evictable; False if none are.
 
         Slots that are being filled and slabs that another plan has in hand may be
-        somebody's to give a moment later.
+        somebody's to give a moment later, and those that were traded a moment ago soon.
         """
         owners = {self._ledger.ranges[r.range_id].owner for r in requests}
         others = [m for m in self._manager.models.values() if m.model_id not in owners]
@@ -176,6 +212,9 @@ class Slabs:
             return True
         if any(m.working for m in others) or self._busy.total() - self._asking > len(requests):
             await asyncio.sleep(0.002)
+            return True
+        if refusal.retry_s:
+            await asyncio.sleep(min(refusal.retry_s, LOOK_AGAIN_S))
             return True
         return False
 
@@ -202,9 +241,11 @@ class Slabs:
 
     async def _carry_out(self, plan: arbiter.Plan, requests: Sequence[arbiter.Request]) -> Provided:
         now = time.monotonic()
+        holders = self._manager.holders()
+        made = [d for p in plan.devices for d in decisions.of_plan(self._ledger, holders, p, requests, now)]
         fresh: list[int] = []  # of them, not created physically yet
         free_slabs = 0
-        begun: list[tuple[Model, arbiter.ArenaTrade, int]] = []
+        begun: list[tuple[Model, ArenaTrade, int]] = []
         leases = _Leases(self._ledger, requests, self._hole)
         if self._releases.quarantine_held([i for d in plan.devices for i in d.destroy]):
             raise _PlanAgain
@@ -255,9 +296,10 @@ class Slabs:
             )
             for model, trade, _ in begun
         ]
+        self._manager.decisions.add(made)
         return Provided(leases.placed, free_slabs, trades)
 
-    def _begin(self, trades: Sequence[arbiter.ArenaTrade]) -> list[tuple[Model, arbiter.ArenaTrade, int]]:
+    def _begin(self, trades: Sequence[ArenaTrade]) -> list[tuple[Model, ArenaTrade, int]]:
         """Takes the slabs of trades out of others' reach, at once; returns each with its generation."""
         begun = []
         for trade in trades:
@@ -267,7 +309,7 @@ class Slabs:
             begun.append((model, trade, trading.begin(model, trade)))
         return begun
 
-    async def _finish(self, model: Model, trade: arbiter.ArenaTrade, generation: int) -> None:
+    async def _finish(self, model: Model, trade: ArenaTrade, generation: int) -> None:
         """One arena gives its slabs: nobody reads them afterwards; on an error they are back with the arena."""
         now = time.monotonic
         try:
@@ -288,7 +330,7 @@ class Slabs:
         if not trade.crosses:
             self._releases.tell_removed(model, trade)
 
-    def _keep(self, model: Model, trade: arbiter.ArenaTrade) -> None:
+    def _keep(self, model: Model, trade: ArenaTrade) -> None:
         """A trade that came to nothing after its arena gave the slabs: they stay in their domain, free."""
         left = [i for i in trade.slab_ids if i in self._ledger.slabs]
         for slab_id in left:
@@ -298,7 +340,7 @@ class Slabs:
             self._releases.tell_removed(model, trade)
 
     async def _cross(
-        self, begun: "list[tuple[Model, arbiter.ArenaTrade, int]]", domains: dict[str, str], leases: "_Leases"
+        self, begun: "list[tuple[Model, ArenaTrade, int]]", domains: dict[str, str], leases: "_Leases"
     ) -> None:
         """Slabs that leave their domain: revoked from every session, destroyed, created anew and leased."""
         for model, trade, _ in begun:
@@ -375,15 +417,24 @@ class Slabs:
             free = len(self._ledger.slabs_in(device, SlabState.FREE))
             for range_id, slabs in arbiter.plan_reclaim(self._ledger, device, count - free):
                 await self._manager.conversations.reclaim(range_id, slabs)
-            plan = arbiter.plan_release(self._ledger, self._manager.holders(), device, count)
+            plan = arbiter.plan_release(
+                self._ledger,
+                self._manager.holders(),
+                device,
+                count,
+                now_s=time.monotonic(),
+                policy=self._manager.policy,
+            )
             self._releases.quarantine_held(plan.destroy)
             for slab_id in plan.destroy:
                 if self._ledger.slabs[slab_id].state is SlabState.FREE:
                     self._destroy(slab_id)
-            for model, trade, generation in self._begin(plan.trades):
+            made = decisions.of_plan(self._ledger, self._manager.holders(), plan, [], time.monotonic())
+            for (model, trade, generation), decision in zip(self._begin(plan.trades), made, strict=True):
                 try:
                     await self._finish(model, trade, generation)
                     gone = await self._releases.revoke(model, trade)
+                    self._manager.decisions.add([decision])
                     log.info("arena.shrunk", model=model.model_id, device=device, slabs=len(gone))
                 except (Stuck, VmmError) as error:
                     log.warning("arena.not_shrunk", model=model.model_id, device=device, why=str(error))
@@ -401,6 +452,7 @@ class Slabs:
             )
             if (owner_gone or record.closed) and not record.slabs and not self._busy[record.range_id]:
                 ledger.remove_range(record.range_id)
+                manager.decisions.forget(record.range_id)
         for session_id in list(ledger.sessions):
             if session_id not in manager.sessions and not ledger.session_ranges(session_id):
                 ledger.remove_session(session_id)

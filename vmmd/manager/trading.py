@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from vmmd.core.arbiter import ArenaTrade
 from vmmd.core.placement import Exchange
 from vmmd.core.residency import BUSY, EMPTY
+from vmmd.core.victims import ArenaTrade
 from vmmd.errors import VmmError
 from vmmd.manager import filling
 from vmmd.manager.model import Model, Stuck, Unmapping

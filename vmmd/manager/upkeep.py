@@ -1,4 +1,4 @@
-"""Upkeep: heat, giving slabs back to arenas, exchanges, quarantine, other programs, stale files, profiles.
+"""Upkeep: heat, exchanges, slabs for arenas, quarantine, other programs, stale files, profiles.
 
 One task that wakes every quarter of a second, or at once when memory came back.
 """
@@ -6,8 +6,9 @@ One task that wakes every quarter of a second, or at once when memory came back.
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -17,7 +18,8 @@ from vmmd.core.residency import Arena
 from vmmd.errors import StaleGeneration, VmmError
 from vmmd.manager import filling
 from vmmd.manager.files import check_unchanged
-from vmmd.manager.model import Model
+from vmmd.manager.model import Model, Stuck
+from vmmd.manager.slabs import Placed
 
 if TYPE_CHECKING:
     from vmmd.manager.manager import Manager
@@ -46,6 +48,7 @@ class Upkeep:
         self._profiles_due_s = time.monotonic() + PROFILES_S
         self._no_room_s: dict[str, float] = {}  # by device: when there was last no room for another slab
         self._tasks: set[asyncio.Task[None]] = set()
+        self._rebalancing: set[str] = set()  # devices
 
     def start(self) -> None:
         """Begins ticking."""
@@ -80,9 +83,10 @@ class Upkeep:
         manager.devices.measure()
         manager.figures.tick()
         now = time.monotonic()
-        for model in manager.models.values():
+        for model in list(manager.models.values()):
             if model.count_heat():
                 manager.placement.begin(model)
+            await asyncio.sleep(0)  # a growth that has come meanwhile goes first
         if now >= self._files_due_s:
             self._files_due_s = now + FILES_S
             for model in manager.models.values():
@@ -97,15 +101,24 @@ class Upkeep:
                 self._no_room_s[device.uuid] = now
             if balance < 0 and not device.failed:
                 self._shed(device.uuid, -balance)
+        manager.waiting.look()
         for model in sorted(manager.models.values(), key=lambda m: not m.sessions):  # those in use first
             if model.movable and not model.stale:
                 await self._give_back(model)
             elif model.movable and not model.sessions:
                 await manager.drop_model(model)  # nobody can open a stale model any more
+        if len(manager.models) > 1:
+            for device in manager.ledger.devices.values():
+                if not device.is_host and device.uuid not in self._rebalancing:
+                    self._begin(self._rebalance(device.uuid))
 
     def _shed(self, device: str, count: int) -> None:
         """Begins to give slabs back to the driver, beside everything else."""
-        task = asyncio.create_task(self._manager.slabs.shed(device, count))
+        self._begin(self._manager.slabs.shed(device, count))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begins what may have to wait for a reader."""
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -142,7 +155,9 @@ class Upkeep:
         return model.movable and not self._manager.placement.is_under_way(model)
 
     def _returnable(self, record: RangeRecord) -> int:
-        """Slabs of the range's device that can go to an arena now: none that was traded a moment ago."""
+        """Slabs of the range's device that can go to an arena now: none that was traded just now, or is waited for."""
+        if self._manager.waiting.is_wanted(record.device):
+            return 0
         long_ago = time.monotonic() - self._manager.options.give_back_delay_s
         roomy = self._no_room_s.get(record.device, long_ago) <= long_ago
         return returnable(self._manager.ledger, record, long_ago, roomy=roomy)
@@ -153,11 +168,40 @@ class Upkeep:
         if model.closed:
             manager.releases.take_back([x.slab_id for x in granted.placed], 0)
             return
-        for placed, slot_bytes in zip(granted.placed, sizes, strict=True):
-            model.arena.add_slab(p, placed.index, slot_bytes)
-        manager.grant_added(model, record, granted.placed)
-        manager.figures.returned(record.device, len(sizes))
+        self._take_in(model, p, record, granted.placed, sizes)
+
+    def _take_in(
+        self, model: Model, p: int, record: RangeRecord, placed: Sequence[Placed], sizes: Sequence[int]
+    ) -> None:
+        """Slabs that an arena's range got become the arena's."""
+        for slab, slot_bytes in zip(placed, sizes, strict=True):
+            model.arena.add_slab(p, slab.index, slot_bytes)
+        self._manager.grant_added(model, record, placed)
+        self._manager.figures.returned(record.device, len(sizes))
         log.info("arena.grown", model=model.model_id, slabs=len(sizes))
+
+    async def _rebalance(self, device: str) -> None:
+        """A slab goes from an arena to another of its domain that it is worth much more to."""
+        manager = self._manager
+        if manager.waiting.is_wanted(device):
+            return
+        self._rebalancing.add(device)
+        try:
+            done = await manager.slabs.rebalance(device)
+            if done is None:
+                return
+            found, placed = done
+            record = manager.ledger.ranges[placed.range_id]
+            model = manager.models.get(record.owner)
+            if model is None or model.closed:
+                manager.releases.take_back([placed.slab_id], 0)
+                return
+            self._take_in(model, model.ranges.index(record), record, [placed], [found.slot_bytes])
+            self.wake()
+        except (VmmError, Stuck) as error:
+            log.warning("arena.not_rebalanced", device=device, why=str(error))
+        finally:
+            self._rebalancing.discard(device)
 
 
 def wanted_slabs(arena: Arena, part: int) -> list[int]:

@@ -1,6 +1,7 @@
 """The `Admin` service: vmmctl's."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Collection, Mapping
 
 import structlog
@@ -14,6 +15,7 @@ from vmmd.server.rpc import Context, streaming, token_of, unary
 log = structlog.get_logger("vmmd.admin")
 
 PROGRESS_S = 0.2
+DECISIONS_A_PART = 100
 
 
 class Admin(admin_pb2_grpc.AdminServicer):
@@ -67,6 +69,20 @@ class Admin(admin_pb2_grpc.AdminServicer):
         cells, n_bytes = await self._manager.conversations.drop(whose, request.name)
         log.info("conversation.drop", by_uid=uid, uid=whose)
         return admin_pb2.DropConversationReply(cells=cells, bytes=n_bytes)
+
+    async def Trades(self, request: admin_pb2.TradesRequest, context: Context) -> AsyncIterator[admin_pb2.TradesPart]:
+        self._caller(context)
+        now_s = time.monotonic()
+        newest = list(self._manager.decisions)[::-1][: request.count_max or None]
+        for i in range(0, len(newest), DECISIONS_A_PART):
+            part = newest[i : i + DECISIONS_A_PART]
+            yield admin_pb2.TradesPart(decisions=[convert.decision(d, now_s) for d in part])
+
+    @unary
+    async def Explain(self, request: admin_pb2.ExplainRequest, context: Context) -> admin_pb2.ExplainReply:
+        self._caller(context)
+        facts = self._manager.explain(request.id)
+        return admin_pb2.ExplainReply(facts=[admin_pb2.Fact(topic=f.topic, text=f.text) for f in facts])
 
     @streaming
     async def Verify(self, request: admin_pb2.VerifyRequest, context: Context) -> AsyncIterator[admin_pb2.VerifyEvent]:

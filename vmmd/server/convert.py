@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from strata_api.v1 import admin_pb2, memory_pb2
 
+from vmmd.core.decisions import Decision
 from vmmd.core.geometry import Extent, Stack
 from vmmd.core.ledger import DeviceRecord, Ledger, RangeRecord
 from vmmd.manager.verify import Verification
@@ -49,6 +50,24 @@ def grown(ledger: Ledger, record: RangeRecord) -> memory_pb2.GrownRange:
         range_id=record.range_id,
         cells=min(record.cells_max, len(record.slabs) * record.cells_per_slab),
         size_bytes=ledger.held_bytes([record]),
+    )
+
+
+def decision(record: Decision, now_s: float) -> admin_pb2.Decision:
+    """A decision about memory."""
+    return admin_pb2.Decision(
+        kind=record.kind,
+        age_s=now_s - record.at_s,
+        device_uuid=record.device,
+        from_range_id=record.from_id,
+        to_range_id=record.to_id,
+        giver=record.giver,
+        taker=record.taker,
+        slabs=record.slabs,
+        experts_moved=record.moved,
+        experts_evicted=record.evicted,
+        times=record.times,
+        reason=record.reason,
     )
 
 

@@ -110,7 +110,7 @@ class Memory(memory_pb2_grpc.MemoryServicer):
                 )
             shape = begin.n_layers, begin.n_experts, begin.top_k
             return await self._manager.open_model(
-                session, begin.files_id, begin.name, begin.device_uuids, shape, stacks, weights
+                session, begin.files_id, begin.name, begin.device_uuids, shape, stacks, weights, begin.wait_ms / 1000
             )
         finally:
             self._entries[uid] -= count
@@ -146,7 +146,7 @@ class Memory(memory_pb2_grpc.MemoryServicer):
                 f"{len(request.growths)} growths in one call; a session has {most} ranges (ranges_per_session_max)"
             )
         growths = [(g.range_id, g.cells) for g in request.growths]
-        granted = await self._manager.kv.grow(self._session(context), growths)
+        granted = await self._manager.kv.grow(self._session(context), growths, request.wait_ms / 1000)
         return memory_pb2.GrowRangesReply(
             epoch=self._manager.epoch,
             batch_id=granted.batch_id,

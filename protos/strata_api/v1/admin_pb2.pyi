@@ -347,3 +347,63 @@ class DropConversationReply(_message.Message):
     cells: int
     bytes: int
     def __init__(self, cells: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class TradesRequest(_message.Message):
+    __slots__ = ("count_max",)
+    COUNT_MAX_FIELD_NUMBER: _ClassVar[int]
+    count_max: int
+    def __init__(self, count_max: _Optional[int] = ...) -> None: ...
+
+class TradesPart(_message.Message):
+    __slots__ = ("decisions",)
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    decisions: _containers.RepeatedCompositeFieldContainer[Decision]
+    def __init__(self, decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ...) -> None: ...
+
+class Decision(_message.Message):
+    __slots__ = ("kind", "age_s", "device_uuid", "from_range_id", "to_range_id", "giver", "taker", "slabs", "experts_moved", "experts_evicted", "times", "reason")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    FROM_RANGE_ID_FIELD_NUMBER: _ClassVar[int]
+    TO_RANGE_ID_FIELD_NUMBER: _ClassVar[int]
+    GIVER_FIELD_NUMBER: _ClassVar[int]
+    TAKER_FIELD_NUMBER: _ClassVar[int]
+    SLABS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_MOVED_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    age_s: float
+    device_uuid: str
+    from_range_id: int
+    to_range_id: int
+    giver: str
+    taker: str
+    slabs: int
+    experts_moved: int
+    experts_evicted: int
+    times: int
+    reason: str
+    def __init__(self, kind: _Optional[str] = ..., age_s: _Optional[float] = ..., device_uuid: _Optional[str] = ..., from_range_id: _Optional[int] = ..., to_range_id: _Optional[int] = ..., giver: _Optional[str] = ..., taker: _Optional[str] = ..., slabs: _Optional[int] = ..., experts_moved: _Optional[int] = ..., experts_evicted: _Optional[int] = ..., times: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("facts",)
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    facts: _containers.RepeatedCompositeFieldContainer[Fact]
+    def __init__(self, facts: _Optional[_Iterable[_Union[Fact, _Mapping]]] = ...) -> None: ...
+
+class Fact(_message.Message):
+    __slots__ = ("topic", "text")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    text: str
+    def __init__(self, topic: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...

@@ -59,6 +59,16 @@ class AdminStub(object):
                 request_serializer=strata__api_dot_v1_dot_admin__pb2.DropConversationRequest.SerializeToString,
                 response_deserializer=strata__api_dot_v1_dot_admin__pb2.DropConversationReply.FromString,
                 _registered_method=True)
+        self.Trades = channel.unary_stream(
+                '/strata_api.v1.Admin/Trades',
+                request_serializer=strata__api_dot_v1_dot_admin__pb2.TradesRequest.SerializeToString,
+                response_deserializer=strata__api_dot_v1_dot_admin__pb2.TradesPart.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/strata_api.v1.Admin/Explain',
+                request_serializer=strata__api_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=strata__api_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -101,6 +111,21 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Trades(self, request, context):
+        """The last decisions about memory with their reasons, the newest first, in parts of at
+        most 100.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Why a range, a session or a model has what it has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +153,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.DropConversation,
                     request_deserializer=strata__api_dot_v1_dot_admin__pb2.DropConversationRequest.FromString,
                     response_serializer=strata__api_dot_v1_dot_admin__pb2.DropConversationReply.SerializeToString,
+            ),
+            'Trades': grpc.unary_stream_rpc_method_handler(
+                    servicer.Trades,
+                    request_deserializer=strata__api_dot_v1_dot_admin__pb2.TradesRequest.FromString,
+                    response_serializer=strata__api_dot_v1_dot_admin__pb2.TradesPart.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=strata__api_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=strata__api_dot_v1_dot_admin__pb2.ExplainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -265,6 +300,60 @@ class Admin(object):
             '/strata_api.v1.Admin/DropConversation',
             strata__api_dot_v1_dot_admin__pb2.DropConversationRequest.SerializeToString,
             strata__api_dot_v1_dot_admin__pb2.DropConversationReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trades(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/strata_api.v1.Admin/Trades',
+            strata__api_dot_v1_dot_admin__pb2.TradesRequest.SerializeToString,
+            strata__api_dot_v1_dot_admin__pb2.TradesPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/strata_api.v1.Admin/Explain',
+            strata__api_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            strata__api_dot_v1_dot_admin__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,39 +24,39 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astrata_api/v1/broker.proto\x12\rstrata_api.v1\"\xaf\x01\n\rBrokerRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.strata_api.v1.HelloH\x00\x12%\n\x05\x66iles\x18\x02 \x01(\x0b\x32\x14.strata_api.v1.FilesH\x00\x12%\n\x05\x66\x65tch\x18\x03 \x01(\x0b\x32\x14.strata_api.v1.FetchH\x00\x12!\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32\x12.strata_api.v1.AckH\x00\x42\x06\n\x04kind\"S\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12!\n\x04role\x18\x02 \x01(\x0e\x32\x13.strata_api.v1.Role\x12\r\n\x05nonce\x18\x03 \x01(\x0c\"\x19\n\x05\x46iles\x12\x10\n\x08\x66iles_id\x18\x01 \x01(\x04\";\n\x05\x46\x65tch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x11\n\tcount_max\x18\x03 \x01(\r\"\x17\n\x03\x41\x63k\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\"\xf2\x01\n\x0b\x42rokerReply\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.strata_api.v1.WelcomeH\x00\x12-\n\tchallenge\x18\x02 \x01(\x0b\x32\x18.strata_api.v1.ChallengeH\x00\x12\x31\n\x0b\x64\x65scriptors\x18\x03 \x01(\x0b\x32\x1a.strata_api.v1.DescriptorsH\x00\x12#\n\x04\x64one\x18\x04 \x01(\x0b\x32\x13.strata_api.v1.DoneH\x00\x12)\n\x07refused\x18\x05 \x01(\x0b\x32\x16.strata_api.v1.RefusedH\x00\x42\x06\n\x04kind\";\n\x07Welcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\x04\x12\r\n\x05token\x18\x03 \x01(\t\"\x1a\n\tChallenge\x12\r\n\x05nonce\x18\x01 \x01(\x0c\"w\n\x0b\x44\x65scriptors\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\r\n\x05total\x18\x03 \x01(\r\x12*\n\x07\x65ntries\x18\x04 \x03(\x0b\x32\x19.strata_api.v1.BatchEntry\x12\x0c\n\x04next\x18\x05 \x01(\r\"\xcd\x01\n\nBatchEntry\x12,\n\x04kind\x18\x01 \x01(\x0e\x32\x1e.strata_api.v1.BatchEntry.Kind\x12\n\n\x02id\x18\x02 \x01(\x04\x12\x12\n\nslab_index\x18\x03 \x01(\r\x12\x10\n\x08writable\x18\x04 \x01(\x08\"_\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_SLAB\x10\x01\x12\x12\n\x0eKIND_RESIDENCY\x10\x02\x12\r\n\tKIND_HEAT\x10\x03\x12\x0f\n\x0bKIND_TOKENS\x10\x04\"\x06\n\x04\x44one\"*\n\x07Refused\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t*=\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_CLIENT\x10\x01\x12\x0e\n\nROLE_ADMIN\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astrata_api/v1/broker.proto\x12\rstrata_api.v1\"\xaf\x01\n\rBrokerRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.strata_api.v1.HelloH\x00\x12%\n\x05\x66iles\x18\x02 \x01(\x0b\x32\x14.strata_api.v1.FilesH\x00\x12%\n\x05\x66\x65tch\x18\x03 \x01(\x0b\x32\x14.strata_api.v1.FetchH\x00\x12!\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32\x12.strata_api.v1.AckH\x00\x42\x06\n\x04kind\"\xcf\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12!\n\x04role\x18\x02 \x01(\x0e\x32\x13.strata_api.v1.Role\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x1c\n\x0fguarantee_bytes\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\tcap_bytes\x18\x05 \x01(\x04H\x01\x88\x01\x01\x12\x15\n\x08priority\x18\x06 \x01(\x11H\x02\x88\x01\x01\x42\x12\n\x10_guarantee_bytesB\x0c\n\n_cap_bytesB\x0b\n\t_priority\"\x19\n\x05\x46iles\x12\x10\n\x08\x66iles_id\x18\x01 \x01(\x04\";\n\x05\x46\x65tch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x11\n\tcount_max\x18\x03 \x01(\r\"\x17\n\x03\x41\x63k\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\"\xf2\x01\n\x0b\x42rokerReply\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.strata_api.v1.WelcomeH\x00\x12-\n\tchallenge\x18\x02 \x01(\x0b\x32\x18.strata_api.v1.ChallengeH\x00\x12\x31\n\x0b\x64\x65scriptors\x18\x03 \x01(\x0b\x32\x1a.strata_api.v1.DescriptorsH\x00\x12#\n\x04\x64one\x18\x04 \x01(\x0b\x32\x13.strata_api.v1.DoneH\x00\x12)\n\x07refused\x18\x05 \x01(\x0b\x32\x16.strata_api.v1.RefusedH\x00\x42\x06\n\x04kind\";\n\x07Welcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\x04\x12\r\n\x05token\x18\x03 \x01(\t\"\x1a\n\tChallenge\x12\r\n\x05nonce\x18\x01 \x01(\x0c\"w\n\x0b\x44\x65scriptors\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\r\n\x05total\x18\x03 \x01(\r\x12*\n\x07\x65ntries\x18\x04 \x03(\x0b\x32\x19.strata_api.v1.BatchEntry\x12\x0c\n\x04next\x18\x05 \x01(\r\"\xcd\x01\n\nBatchEntry\x12,\n\x04kind\x18\x01 \x01(\x0e\x32\x1e.strata_api.v1.BatchEntry.Kind\x12\n\n\x02id\x18\x02 \x01(\x04\x12\x12\n\nslab_index\x18\x03 \x01(\r\x12\x10\n\x08writable\x18\x04 \x01(\x08\"_\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_SLAB\x10\x01\x12\x12\n\x0eKIND_RESIDENCY\x10\x02\x12\r\n\tKIND_HEAT\x10\x03\x12\x0f\n\x0bKIND_TOKENS\x10\x04\"\x06\n\x04\x44one\"*\n\x07Refused\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t*=\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_CLIENT\x10\x01\x12\x0e\n\nROLE_ADMIN\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'strata_api.v1.broker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1136
-  _globals['_ROLE']._serialized_end=1197
+  _globals['_ROLE']._serialized_start=1261
+  _globals['_ROLE']._serialized_end=1322
   _globals['_BROKERREQUEST']._serialized_start=46
   _globals['_BROKERREQUEST']._serialized_end=221
-  _globals['_HELLO']._serialized_start=223
-  _globals['_HELLO']._serialized_end=306
-  _globals['_FILES']._serialized_start=308
-  _globals['_FILES']._serialized_end=333
-  _globals['_FETCH']._serialized_start=335
-  _globals['_FETCH']._serialized_end=394
-  _globals['_ACK']._serialized_start=396
-  _globals['_ACK']._serialized_end=419
-  _globals['_BROKERREPLY']._serialized_start=422
-  _globals['_BROKERREPLY']._serialized_end=664
-  _globals['_WELCOME']._serialized_start=666
-  _globals['_WELCOME']._serialized_end=725
-  _globals['_CHALLENGE']._serialized_start=727
-  _globals['_CHALLENGE']._serialized_end=753
-  _globals['_DESCRIPTORS']._serialized_start=755
-  _globals['_DESCRIPTORS']._serialized_end=874
-  _globals['_BATCHENTRY']._serialized_start=877
-  _globals['_BATCHENTRY']._serialized_end=1082
-  _globals['_BATCHENTRY_KIND']._serialized_start=987
-  _globals['_BATCHENTRY_KIND']._serialized_end=1082
-  _globals['_DONE']._serialized_start=1084
-  _globals['_DONE']._serialized_end=1090
-  _globals['_REFUSED']._serialized_start=1092
-  _globals['_REFUSED']._serialized_end=1134
+  _globals['_HELLO']._serialized_start=224
+  _globals['_HELLO']._serialized_end=431
+  _globals['_FILES']._serialized_start=433
+  _globals['_FILES']._serialized_end=458
+  _globals['_FETCH']._serialized_start=460
+  _globals['_FETCH']._serialized_end=519
+  _globals['_ACK']._serialized_start=521
+  _globals['_ACK']._serialized_end=544
+  _globals['_BROKERREPLY']._serialized_start=547
+  _globals['_BROKERREPLY']._serialized_end=789
+  _globals['_WELCOME']._serialized_start=791
+  _globals['_WELCOME']._serialized_end=850
+  _globals['_CHALLENGE']._serialized_start=852
+  _globals['_CHALLENGE']._serialized_end=878
+  _globals['_DESCRIPTORS']._serialized_start=880
+  _globals['_DESCRIPTORS']._serialized_end=999
+  _globals['_BATCHENTRY']._serialized_start=1002
+  _globals['_BATCHENTRY']._serialized_end=1207
+  _globals['_BATCHENTRY_KIND']._serialized_start=1112
+  _globals['_BATCHENTRY_KIND']._serialized_end=1207
+  _globals['_DONE']._serialized_start=1209
+  _globals['_DONE']._serialized_end=1215
+  _globals['_REFUSED']._serialized_start=1217
+  _globals['_REFUSED']._serialized_end=1259
 # @@protoc_insertion_point(module_scope)

@@ -29,14 +29,20 @@ class BrokerRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., files: _Optional[_Union[Files, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "role", "nonce")
+    __slots__ = ("protocol_version", "role", "nonce", "guarantee_bytes", "cap_bytes", "priority")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    GUARANTEE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     role: Role
     nonce: bytes
-    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    guarantee_bytes: int
+    cap_bytes: int
+    priority: int
+    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., nonce: _Optional[bytes] = ..., guarantee_bytes: _Optional[int] = ..., cap_bytes: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Files(_message.Message):
     __slots__ = ("files_id",)

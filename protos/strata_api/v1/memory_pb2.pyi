@@ -53,20 +53,22 @@ class OpenModelRequest(_message.Message):
     def __init__(self, begin: _Optional[_Union[Begin, _Mapping]] = ..., stacks: _Optional[_Union[Stacks, _Mapping]] = ..., weights: _Optional[_Union[Extents, _Mapping]] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("files_id", "name", "device_uuids", "n_layers", "n_experts", "top_k")
+    __slots__ = ("files_id", "name", "device_uuids", "n_layers", "n_experts", "top_k", "wait_ms")
     FILES_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DEVICE_UUIDS_FIELD_NUMBER: _ClassVar[int]
     N_LAYERS_FIELD_NUMBER: _ClassVar[int]
     N_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     files_id: int
     name: str
     device_uuids: _containers.RepeatedScalarFieldContainer[str]
     n_layers: int
     n_experts: int
     top_k: int
-    def __init__(self, files_id: _Optional[int] = ..., name: _Optional[str] = ..., device_uuids: _Optional[_Iterable[str]] = ..., n_layers: _Optional[int] = ..., n_experts: _Optional[int] = ..., top_k: _Optional[int] = ...) -> None: ...
+    wait_ms: int
+    def __init__(self, files_id: _Optional[int] = ..., name: _Optional[str] = ..., device_uuids: _Optional[_Iterable[str]] = ..., n_layers: _Optional[int] = ..., n_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class Stack(_message.Message):
     __slots__ = ("layer", "matrix", "first_expert", "count", "file", "offset_bytes", "stride_bytes", "expert_bytes")
@@ -217,10 +219,12 @@ class Growth(_message.Message):
     def __init__(self, range_id: _Optional[int] = ..., cells: _Optional[int] = ...) -> None: ...
 
 class GrowRangesRequest(_message.Message):
-    __slots__ = ("growths",)
+    __slots__ = ("growths", "wait_ms")
     GROWTHS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     growths: _containers.RepeatedCompositeFieldContainer[Growth]
-    def __init__(self, growths: _Optional[_Iterable[_Union[Growth, _Mapping]]] = ...) -> None: ...
+    wait_ms: int
+    def __init__(self, growths: _Optional[_Iterable[_Union[Growth, _Mapping]]] = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class Trade(_message.Message):
     __slots__ = ("model_id", "slabs", "slots", "experts_moved", "slots_occupied", "slots_total", "device_uuid")

@@ -115,7 +115,8 @@ class MemoryServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GrowRanges(self, request, context):
-        """Grows several ranges, all or nothing.
+        """Grows several ranges, all or nothing, at once or within the client's deadline,
+        after those requests that came first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
