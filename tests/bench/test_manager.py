@@ -140,7 +140,7 @@ async def _run(file: Path) -> list[Row]:
     bench.session.batches.pop(grown.batch_id)
 
     async def grow(slabs: int) -> float:
-        model.heat.left = arena.heat = random.zipf(1.5, arena.geometry.n).astype(np.float64)
+        arena.heat = random.zipf(1.5, arena.geometry.n).astype(np.float64)
         began = time.perf_counter()
         done = await manager.kv.grow(bench.session, [(range_id, 16 * (room + slabs))])
         took_s = time.perf_counter() - began
