@@ -98,7 +98,8 @@ class Bench:
         model, _ = await self.manager.open_model(self.session, self._opened, "m", [], shape, stacks, weights)
         await asyncio.shield(model.ready)
         ready = time.perf_counter()
-        self.session.batches.pop(self.manager.grant_model(self.session, model))
+        for batch_id in self.manager.grant_model(self.session, model):
+            self.session.batches.pop(batch_id, None)
         granted = time.perf_counter()
         await asyncio.wait([model.background])
         scale = FOR_16_GIB * N / model.arena.geometry.n * 1e3

@@ -211,8 +211,19 @@ def account(
     ledger: Ledger, models: Sequence[Holder], device: str, asked: Mapping[int, int] | None = None
 ) -> shares.Accounts:
     """Every user's account on a device, as if the slabs of `asked`, by range, were granted."""
-    fixed = [(m.uid, _fixed(ledger, m, device, asked or {})) for m in models if m.uid is not None]
-    return shares.accounts(ledger, device, [(uid, slabs) for uid, slabs in fixed if uid is not None], asked)
+    charged = {m.arena.model_id: m for m in models if m.uid is not None}
+    fixed: list[tuple[int, int]] = []
+    for record in ledger.ranges.values():
+        if record.kind is RangeKind.KV or record.device != device or record.owner not in charged:
+            continue
+        holder = charged[record.owner]
+        held = len(record.slabs) + (asked.get(record.range_id, 0) if asked else 0)
+        assert holder.uid is not None
+        if record.kind is RangeKind.WEIGHTS:
+            fixed.append((holder.uid, held))
+        elif record.range_id == holder.arena.parts[0].range_id:
+            fixed.append((holder.uid, min(held, holder.floor_slabs)))
+    return shares.accounts(ledger, device, fixed, asked)
 
 
 def share_refusal(ledger: Ledger, models: Sequence[Holder], device: str, asked: Mapping[int, int]) -> str:
@@ -241,20 +252,6 @@ def is_promised(ledger: Ledger, models: Sequence[Holder], requests: Sequence[Req
 def unpromised(ledger: Ledger, models: Sequence[Holder], device: str) -> int:
     """Slabs of a device that are neither in use nor guaranteed to anybody; negative where too many are."""
     return shares.slabs_of(ledger, device) - shares.promised(account(ledger, models, device))
-
-
-def _fixed(ledger: Ledger, holder: Holder, device: str, asked: Mapping[int, int]) -> int:
-    """Slabs of a model's weights and floor on a device."""
-    slabs = 0
-    first = holder.arena.parts[0].range_id
-    for record in ledger.ranges.values():
-        if record.owner == holder.arena.model_id and record.device == device:
-            held = len(record.slabs) + asked.get(record.range_id, 0)
-            if record.kind is RangeKind.WEIGHTS:
-                slabs += held
-            elif record.range_id == first:
-                slabs += min(held, holder.floor_slabs)
-    return slabs
 
 
 def _excess(ledger: Ledger, models: Sequence[Holder], device: str) -> Counter[str] | None:

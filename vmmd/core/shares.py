@@ -47,8 +47,10 @@ class Account:
     @property
     def promised(self) -> int:
         """What must be left to it: what it uses and is guaranteed."""
-        unused = sum(max(0, guarantee - self.held.get(s, 0)) for s, guarantee in self.guarantees.items())
-        return max(self.guarantee, self.used + unused)
+        promised = self.used
+        if self.guarantees:
+            promised += sum(max(0, guarantee - self.held.get(s, 0)) for s, guarantee in self.guarantees.items())
+        return max(self.guarantee, promised)
 
 
 Accounts = dict[int, Account]
@@ -67,10 +69,11 @@ def accounts(
         asked: slabs more by range, as if they were granted.
     """
     size = ledger.devices[device].slab_bytes
-    found: Accounts = {
-        uid: Account(-(-user.share.guarantee_bytes // size), _floor(user.share.cap_bytes, size))
-        for uid, user in ledger.users.items()
-    }
+    found: Accounts = {}
+    for uid, user in ledger.users.items():
+        share = user.share
+        if share.guarantee_bytes or share.cap_bytes is not None:
+            found[uid] = Account(-(-share.guarantee_bytes // size), _floor(share.cap_bytes, size))
     with_ranges = set()  # sessions
     for record in ledger.ranges.values():
         if record.kind is RangeKind.KV:

@@ -195,24 +195,26 @@ class Victims:
             worth = self.worth(holder)
             here = np.flatnonzero(arena.place[:, 0] == p)
             at = arena.place[here, 1]
-            size = max(part.slabs) + 1
+            size = self._ledger.ranges[part.range_id].slabs_max
             own, experts = np.bincount(at, worth[here], size), np.bincount(at, minlength=size)
             is_leased, is_pinned = np.zeros((2, size), np.bool_)
             is_leased[leased] = True
             pinned = ~arena.home_ready[here]
             is_pinned[at[pinned]] = True
             evictable = here[is_leased[at] & ~pinned]
-            slabs = [part.slabs[index] for index in leased]
-            classes = {slab.slot_bytes for slab in slabs}
+            every = np.array(leased)
+            size_of = arena.geometry.slot_bytes
+            is_one_class = bool((size_of == size_of[0]).all())
+            classes = {int(size_of[0])} if is_one_class else {part.slabs[index].slot_bytes for index in leased}
             for slot_bytes in sorted(classes):
-                indexes, of_class = np.array(leased), evictable
-                if len(classes) > 1:
-                    indexes = indexes[[slab.slot_bytes == slot_bytes for slab in slabs]]
-                    of_class = evictable[arena.geometry.slot_bytes[evictable] == slot_bytes]
+                indexes, of_class = every, evictable
+                if not is_one_class:
+                    indexes = every[[part.slabs[index].slot_bytes == slot_bytes for index in leased]]
+                    of_class = evictable[size_of[evictable] == slot_bytes]
                 slots = part.slab_bytes // slot_bytes
                 empty = 0
                 if len(indexes) * slots > experts[indexes].sum():
-                    empty = sum(slab.empty for slab in slabs if slab.slot_bytes == slot_bytes)
+                    empty = sum(part.slabs[index].empty for index in indexes.tolist())
                 # the fewest experts of equal worth, then the last of the range
                 order = indexes[np.lexsort((-indexes, experts[indexes], own[indexes]))]
                 order = order[~is_pinned[order]]
@@ -233,7 +235,7 @@ class Victims:
         """The moves that keep the hotter experts: the hottest of the victims to the coldest that stay."""
         arena, worth = self._models[model].arena, self.worth(self._models[model])
         part = arena.parts[p]
-        stays = np.zeros(max(part.slabs) + 1, np.bool_)
+        stays = np.zeros(self._ledger.ranges[part.range_id].slabs_max, np.bool_)
         stays[self._leased[arena.model_id][p]] = True
         stays[indexes] = False
         moves: list[Move] = []
@@ -248,9 +250,9 @@ class Victims:
             pays = worth[coldest[:rising]] < worth[hottest[into_empty : into_empty + rising]]
             kept = into_empty + (rising if pays.all() else int(pays.argmin()))
             displaced = coldest[: kept - into_empty]
-            slots = [*empty, *(Slot(*place) for place in arena.place[displaced].tolist())]
+            slots = [*empty, *map(Slot._make, arena.place[displaced].tolist())]
             out = [EMPTY] * into_empty + displaced.tolist()
-            moves += [Move(*move) for move in zip(hottest[:kept].tolist(), slots, out, strict=True)]
+            moves += map(Move._make, zip(hottest[:kept].tolist(), slots, out, strict=True))
             evicted += hottest[kept:].tolist()
         given = sum(part.slabs[index].slots for index in indexes)
         slab_ids = [self._slab_id(part, index) for index in indexes]
@@ -310,10 +312,13 @@ def _staying(arena: Arena, worth: F64, p: int, slot_bytes: int, stays: Bool, cou
         if slab.empty and slab.slot_bytes == slot_bytes and stays[index]
         for slot in np.flatnonzero(slab.occupants == EMPTY)
     ][:count]
-    held = (arena.place[:, 0] == p) & arena.home_ready & (arena.geometry.slot_bytes == slot_bytes)
-    experts = np.flatnonzero(held)
+    experts = np.flatnonzero(arena.place[:, 0] == p)
     experts = experts[stays[arena.place[experts, 1]]]
+    able = arena.home_ready[experts] & (arena.geometry.slot_bytes[experts] == slot_bytes)
+    if not able.all():
+        experts = experts[able]
     count -= len(empty)
-    if count < len(experts):
-        experts = np.sort(experts[np.argpartition(worth[experts], count)[:count]])
-    return empty, experts[np.argsort(worth[experts], kind="stable")]
+    if 0 < count < len(experts):  # sorting thousands takes longer than all the rest
+        values = worth[experts]
+        experts = experts[values <= np.partition(values, count - 1)[count - 1]]
+    return empty, experts[np.argsort(worth[experts], kind="stable")][:count]
