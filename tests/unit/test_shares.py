@@ -63,9 +63,15 @@ class World:
 
     def grow(self, *requests: Request) -> None:
         """All of it at once, or `Exhausted`."""
-        while (plan := self.plan(*requests)).drop:
+        while (plan := self.plan(*requests)).drop or plan.reclaim:
+            for range_id, slabs in plan.reclaim:
+                self.shrink(range_id, len(self.ledger.ranges[range_id].slabs) - slabs)
             for model_id in plan.drop:
                 self.drop(model_id)
+            try:
+                self.plan(*requests)
+            except Exhausted as refusal:
+                raise AssertionError("something was given up for a request that is refused then") from refusal
         for device in plan.devices:
             for slab_id in device.destroy:
                 self.ledger.destroy(slab_id)
@@ -111,6 +117,26 @@ class World:
         record = self.ledger.ranges[range_id]
         for index in sorted(record.slabs)[keep:]:
             self.free(record.slabs[index])
+
+    def park(self, range_id: int) -> None:
+        """A range's session ends, and leaves it as a conversation."""
+        self.ledger.park(range_id, self.now_s)
+        self.ledger.end_session(self.ledger.ranges[range_id].owner)
+
+    def adopt(self, range_id: int, guarantee: int = 0, cap: int | None = None) -> None:
+        """Another session of the same user goes on with a conversation, or `Exhausted`."""
+        before = self.ledger.sessions[self.ledger.ranges[range_id].owner]
+        share = Share(guarantee * SLAB, None if cap is None else cap * SLAB)
+        session = replace(before, session_id=self.ledger.new_id(), share=share)
+        self.ledger.add_session(session)
+        why = "no"
+        if not guarantee or arbiter.unpromised(self.ledger, self.models, "gpu0") >= 0:
+            why = arbiter.adoption_refusal(self.ledger, self.models, range_id, session)
+        if why:
+            self.ledger.remove_session(session.session_id)
+            raise Exhausted(why)
+        self.ledger.adopt(range_id, session.session_id)
+        self.ledger.remove_session(before.session_id)
 
     def open(self, uid: int, weights: int, floor: int, experts: int) -> int:
         """A user's model: weights and floor, then as much as is free; returns its id."""
@@ -181,7 +207,10 @@ class World:
 
 
 actions = st.lists(
-    st.tuples(st.sampled_from(["grow", "grow", "shrink", "open", "close", "lend", "session"]), st.integers(0, 1 << 16)),
+    st.tuples(
+        st.sampled_from(["grow", "grow", "shrink", "open", "close", "lend", "session", "park", "adopt"]),
+        st.integers(0, 1 << 16),
+    ),
     max_size=25,
 )
 
@@ -200,8 +229,13 @@ def test_guarantees_are_never_broken(slabs: int, wanted: list[int], steps: list[
         world.now_s += 1.0
         uid, range_id = ranges[n % len(ranges)]
         models = sorted(world.holders)
+        is_parked = world.ledger.ranges[range_id].parked_s is not None
         try:
-            if action == "grow":
+            if is_parked and action in ("grow", "shrink", "park", "adopt"):
+                world.adopt(range_id, n // 16 % 3)
+            elif action == "park":
+                world.park(range_id)
+            elif action == "grow":
                 world.grow(Request(range_id, 1 + n // 16 % 4))
             elif action == "shrink":
                 world.shrink(range_id, n // 16 % 3)
@@ -211,7 +245,7 @@ def test_guarantees_are_never_broken(slabs: int, wanted: list[int], steps: list[
                 ranges.append((uid, world.session(uid, n // 16 % 3)))
             elif models and action == "close":
                 world.close(models[n % len(models)])
-            elif models:
+            elif models and action == "lend":
                 world.lend(models[n % len(models)])
         except Exhausted:
             pass
@@ -259,6 +293,46 @@ def test_a_domain_keeps_what_it_is_guaranteed() -> None:
     assert world.holders[model_id].arena.slots == 4 * SLOTS
     with pytest.raises(Exhausted):
         world.grow(Request(stranger, 1))
+
+
+def test_what_is_parked_is_called_back() -> None:
+    """Parked conversations count for nobody, give before arenas do, and count again for who goes on with them."""
+    world = World(10, {1: 6}, {4: 3})
+    model_id = world.open(3, 1, 1, 8)  # weights and two slabs of experts, of which one is the floor
+    first, second = world.session(4), world.session(4)
+    world.grow(Request(first, 2))
+    world.park(first)
+    assert arbiter.account(world.ledger, world.models, "gpu0")[4].used == 0
+    world.grow(Request(second, 2))
+    with pytest.raises(Exhausted, match=r"user 4 may hold 3 slabs there .* uses 2 and would use 4"):
+        world.adopt(first)
+    world.park(second)
+    with pytest.raises(Exhausted, match=r"may hold 1 slabs of gpu0 \(its cap\), has 0 and would have 2"):
+        world.adopt(first, cap=1)
+    world.adopt(first)
+    with pytest.raises(Exhausted, match="6 to user 1 and not used yet"):
+        world.grow(Request(world.session(2), 1))
+    owner = world.session(1)
+    world.grow(Request(owner, 5))
+    assert not world.ledger.ranges[second].slabs and len(world.ledger.ranges[first].slabs) == 2
+    assert world.holders[model_id].arena.slots == 2 * SLOTS
+    world.grow(Request(owner, 1))
+    assert world.holders[model_id].arena.slots == SLOTS
+
+
+def test_going_on_with_a_conversation_breaks_no_guarantee() -> None:
+    """What was parked when somebody was guaranteed its memory stays parked; within a guarantee it can be had."""
+    world = World(6)
+    parked = world.session(4)
+    world.grow(Request(parked, 4))
+    world.park(parked)
+    world.session(3, guarantee=4)
+    with pytest.raises(Exhausted, match="of 6 slabs 4 are in use or guaranteed: 4 to user 3"):
+        world.adopt(parked)
+    assert world.ledger.ranges[parked].parked_s is not None
+    world.ledger.users[4] = UserRecord("carol", Share(2 * SLAB))
+    world.shrink(parked, 2)
+    world.adopt(parked)
 
 
 def test_a_session_is_guaranteed_memory_before_its_first_range() -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vmmd.core import shares
-from vmmd.core.ledger import Ledger, RangeKind, RangeRecord, SlabState
+from vmmd.core.ledger import Ledger, RangeKind, RangeRecord, SessionRecord, SlabState
 from vmmd.core.policy import SHIPPED, Policy
 from vmmd.core.victims import ArenaTrade, Holder, Victims
 from vmmd.errors import Exhausted
@@ -208,9 +208,13 @@ def plan_rebalance(
 
 
 def account(
-    ledger: Ledger, models: Sequence[Holder], device: str, asked: Mapping[int, int] | None = None
+    ledger: Ledger,
+    models: Sequence[Holder],
+    device: str,
+    asked: Mapping[int, int] | None = None,
+    adopted: Mapping[int, int] | None = None,
 ) -> shares.Accounts:
-    """Every user's account on a device, as if the slabs of `asked`, by range, were granted."""
+    """Every user's account on a device, with what is asked for or adopted: see `shares.accounts`."""
     charged = {m.arena.model_id: m for m in models if m.uid is not None}
     fixed: list[tuple[int, int]] = []
     for record in ledger.ranges.values():
@@ -223,18 +227,32 @@ def account(
             fixed.append((holder.uid, held))
         elif record.range_id == holder.arena.parts[0].range_id:
             fixed.append((holder.uid, min(held, holder.floor_slabs)))
-    return shares.accounts(ledger, device, fixed, asked)
+    return shares.accounts(ledger, device, fixed, asked, adopted)
 
 
-def share_refusal(ledger: Ledger, models: Sequence[Holder], device: str, asked: Mapping[int, int]) -> str:
-    """Why guarantees and users' caps do not allow a growth; empty if they do."""
+def share_refusal(
+    ledger: Ledger,
+    models: Sequence[Holder],
+    device: str,
+    asked: Mapping[int, int],
+    adopted: Mapping[int, int] | None = None,
+) -> str:
+    """Why guarantees and users' caps do not allow a growth, or an adoption; empty if they do."""
     if ledger.devices[device].is_host or not ledger.has_shares:
         return ""
-    after = account(ledger, models, device, asked)
+    after = account(ledger, models, device, asked, adopted)
     return (
         ""
         if shares.fits(ledger, device, after)
         else shares.refusal(ledger, device, account(ledger, models, device), after)
+    )
+
+
+def adoption_refusal(ledger: Ledger, models: Sequence[Holder], range_id: int, session: SessionRecord) -> str:
+    """Why guarantees and caps do not allow that a session takes a parked range over; empty if they do."""
+    record = ledger.ranges[range_id]
+    return shares.over_cap(ledger, session, {range_id: len(record.slabs)}) or share_refusal(
+        ledger, models, record.device, {}, {range_id: session.session_id}
     )
 
 
@@ -255,10 +273,15 @@ def unpromised(ledger: Ledger, models: Sequence[Holder], device: str) -> int:
 
 
 def _excess(ledger: Ledger, models: Sequence[Holder], device: str) -> Counter[str] | None:
-    """Slabs that each domain has on a device beyond what its users are promised; None: nobody is promised any."""
+    """Slabs that each domain has on a device beyond what its users are promised; None: nobody is promised any.
+
+    What is parked is none of them: it has been given before any arena gives.
+    """
     if ledger.devices[device].is_host or not ledger.has_shares:
         return None
     held = Counter(s.domain for s in ledger.slabs.values() if s.device == device and s.state is not SlabState.FREE)
+    for record in ledger.parked(device):
+        held[record.domain] -= len(record.slabs)
     held.subtract(shares.promised_to(ledger, account(ledger, models, device)))
     return held
 

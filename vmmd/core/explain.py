@@ -105,6 +105,9 @@ class Explainer:
 
     def _kv(self, record: RangeRecord) -> list[Fact]:
         """How far it could grow now, and what would let it grow further."""
+        if record.parked_s is not None:
+            since = f"for {self._now_s - record.parked_s:.1f} s"
+            return [Fact("parked", f"{since}: it waits for its user, and gives before any arena does")]
         session = self._ledger.sessions[record.owner]
         size = self._ledger.devices[record.device].slab_bytes
         possible, most = 0, record.slabs_max - len(record.slabs)

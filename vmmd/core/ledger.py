@@ -17,7 +17,7 @@ nothing. Sizes are bytes, times are seconds of the caller's clock.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -192,6 +192,10 @@ class Ledger:
         if session.session_id in self.sessions or session.pid <= 0 or not session.domain:
             raise ValueError(f"session {session.session_id} is known or has no credentials")
         self.sessions[session.session_id] = session
+
+    def end_session(self, session_id: int) -> None:
+        """A session is guaranteed nothing any more; what it still holds stays charged to it."""
+        self.sessions[session_id] = replace(self.sessions[session_id], share=Share())
 
     def remove_session(self, session_id: int) -> None:
         """Forgets a session that owns no range any more."""

@@ -3,7 +3,8 @@
 What counts is what cannot be called back: the K/V of a user's sessions, and the weights
 and the floor of each model, which are charged to the user of the session that has had
 it open longest. Slots above an arena's floor are lent, as are models that nobody has
-open: they are given up when somebody grows within a guarantee. So a guarantee costs
+open and parked conversations: they are given up when somebody grows within a guarantee. A
+session that goes on with a conversation is charged for it from then on. So a guarantee costs
 nothing while it is not used, and still holds before its user's first allocation, as
 
     sum over users of max(guarantee, fixed + sum over sessions of max(guarantee, held)) <= slabs of the device
@@ -58,7 +59,11 @@ Accounts = dict[int, Account]
 
 
 def accounts(
-    ledger: Ledger, device: str, fixed: Iterable[tuple[int, int]], asked: Mapping[int, int] | None = None
+    ledger: Ledger,
+    device: str,
+    fixed: Iterable[tuple[int, int]],
+    asked: Mapping[int, int] | None = None,
+    adopted: Mapping[int, int] | None = None,
 ) -> Accounts:
     """Every user's account on a device.
 
@@ -67,6 +72,7 @@ def accounts(
         device: where.
         fixed: (user id, slabs) of models.
         asked: slabs more by range, as if they were granted.
+        adopted: sessions by parked range, as if they had taken it over.
     """
     size = ledger.devices[device].slab_bytes
     found: Accounts = {}
@@ -77,14 +83,17 @@ def accounts(
     with_ranges = set()  # sessions
     for record in ledger.ranges.values():
         if record.kind is RangeKind.KV:
-            with_ranges.add(record.owner)
+            owner = record.owner if record.parked_s is None else adopted.get(record.range_id) if adopted else None
+            if owner is None:  # parked: it can be called back
+                continue
+            with_ranges.add(owner)
             if record.device == device:
-                session = ledger.sessions[record.owner]
+                session = ledger.sessions[owner]
                 account = found.get(session.uid) or found.setdefault(session.uid, Account())
                 slabs = len(record.slabs) + (asked.get(record.range_id, 0) if asked else 0)
-                account.held[record.owner] = account.held.get(record.owner, 0) + slabs
+                account.held[owner] = account.held.get(owner, 0) + slabs
                 if session.share.guarantee_bytes:
-                    account.guarantees[record.owner] = _guarantee(session, size)
+                    account.guarantees[owner] = _guarantee(session, size)
     for session in ledger.sessions.values():  # before its first range, a session is guaranteed memory on every device
         if session.share.guarantee_bytes and session.session_id not in with_ranges:
             account = found.setdefault(session.uid, Account())
@@ -145,15 +154,15 @@ def refusal(ledger: Ledger, device: str, before: Accounts, after: Accounts) -> s
 
 
 def over_cap(ledger: Ledger, session: SessionRecord, asked: Mapping[int, int]) -> str:
-    """Why a session's cap does not allow a growth, by range; empty if it does."""
+    """Why a session's cap does not allow so many slabs more, by range; empty if it does."""
     cap_bytes = session.share.cap_bytes
     if cap_bytes is None:
         return ""
     for device in {ledger.ranges[range_id].device for range_id in asked}:
         size = ledger.devices[device].slab_bytes
-        ranges = [r for r in ledger.session_ranges(session.session_id) if r.device == device]
+        ranges = [r for r in ledger.session_ranges(session.session_id) if r.device == device and r.parked_s is None]
         held = sum(len(r.slabs) for r in ranges)
-        wanted = held + sum(asked.get(r.range_id, 0) for r in ranges)
+        wanted = held + sum(slabs for range_id, slabs in asked.items() if ledger.ranges[range_id].device == device)
         if wanted > cap_bytes // size:
             return (
                 f"session {session.session_id} may hold {cap_bytes // size} slabs of {device} (its cap), has {held}"

@@ -32,8 +32,8 @@ import numpy as np
 import structlog
 from strata_api.v1.names import conversation_problem
 
-from vmmd.core import arbiter
-from vmmd.core.ledger import RangeKind, RangeRecord, SlabState
+from vmmd.core import arbiter, decisions
+from vmmd.core.ledger import RangeKind, RangeRecord, SessionRecord, SlabState
 from vmmd.driver.base import Copy, SlabSource
 from vmmd.errors import Exhausted, InvalidRequest, LeaseRevoked, NotFound, PreconditionFailed, VmmError
 from vmmd.manager.files import FileIdentity
@@ -147,7 +147,8 @@ class Conversations:
         What was left of another model, device or layout is dropped. One that is spilled
         comes back to its device first. Errors: `InvalidRequest`, `NotFound` (the
         model), `PreconditionFailed` (another session uses it), `Exhausted` (no room for
-        what is spilled, which stays as it is; or a limit), `LeaseRevoked`.
+        what is spilled, or more than the session may have, and it stays as it is; or a
+        limit), `LeaseRevoked`.
         """
         problem = conversation_problem(name)
         if problem is None and not (layout.isprintable() and len(layout) <= LAYOUT_CHARACTERS_MAX):
@@ -162,9 +163,7 @@ class Conversations:
         device = self._manager.devices.choose([device_uuid] if device_uuid else [])[0]
         cells = Cells((tuple(model.identities), model.arena.geometry.digest), device, cells_per_slab, layout)
         key = Key(session.record.domain, session.record.uid, name)
-        found, began_anew = await self._find(key, cells)
-        if session.ended:
-            raise LeaseRevoked("the session ended while it opened a conversation")
+        found, began_anew = await self._find(session, key, cells)
         session.check_batches()
         if found is None:
             conversation = self._make(session, key, cells, model, cells_max)
@@ -179,7 +178,7 @@ class Conversations:
         log.info("conversation.opened", session=session.session_id, range=record.range_id, cells=page.complete)
         return Opened(record, batch_id, began_anew)
 
-    async def _find(self, key: Key, cells: Cells) -> tuple[Conversation | None, str]:
+    async def _find(self, session: Session, key: Key, cells: Cells) -> tuple[Conversation | None, str]:
         """The conversation if it can go on, parked on its device; else why what was there was dropped."""
         while (conversation := self._by_key.get(key)) is not None:
             if conversation.session is not None:
@@ -189,6 +188,7 @@ class Conversations:
                 )
             if conversation.task is not None:
                 await asyncio.wait([conversation.task])
+                _check_session(session)
                 continue
             why = _difference(conversation, cells)
             if why:
@@ -196,7 +196,8 @@ class Conversations:
                 return None, why
             if conversation.record.device == cells.device:
                 return conversation, ""
-            await asyncio.shield(self._begin_move(conversation, cells.device))
+            await asyncio.shield(self._begin_move(conversation, cells.device, session.record))
+            _check_session(session)
         return None, ""
 
     def _make(self, session: Session, key: Key, cells: Cells, model: Model, cells_max: int) -> Conversation:
@@ -223,14 +224,21 @@ class Conversations:
 
     def _resume(self, session: Session, conversation: Conversation, cells_max: int) -> Conversation:
         """A session takes a parked one over, and no more of it than `cells_max` cells."""
-        ledger, record = self._manager.ledger, conversation.record
+        ledger, record, models = self._manager.ledger, conversation.record, self._manager.holders()
         self._manager.kv.check_count(session)
+        why = arbiter.adoption_refusal(ledger, models, record.range_id, session.record)
+        if why:
+            slabs = len(record.slabs)
+            refusal = arbiter.refusal(ledger, models, record.device, record.domain, slabs, why)
+            request = arbiter.Request(record.range_id, slabs)
+            self._manager.decisions.add(decisions.refused(ledger, [request], refusal.message, time.monotonic()))
+            raise refusal
         slabs_max = -(-cells_max // record.cells_per_slab)
         tokens = conversation.tokens[:cells_max]
         conversation.page = TokenPage(cells_max, tokens)
         ledger.adopt(record.range_id, session.session_id)
         conversation.session, conversation.tokens = session, _NO_TOKENS
-        self._take_from_end(record, slabs_max)
+        self._take_from_end(record, slabs_max, f"its session has room for {cells_max} cells")
         record.cells_max = cells_max
         record.slabs_max = max([slabs_max, *(i + 1 for i in record.slabs)])  # some may be on their way back
         return conversation
@@ -291,8 +299,10 @@ class Conversations:
         if not len(conversation.tokens):
             self._discard(conversation, "it has no complete cells")
             return
-        self._take_from_end(record, -(-len(conversation.tokens) // record.cells_per_slab))
+        keep = -(-len(conversation.tokens) // record.cells_per_slab)
+        self._take_from_end(record, keep, f"its conversation has {len(conversation.tokens)} cells")
         self._manager.ledger.park(record.range_id, self.clock())
+        self._manager.waiting.look()
         log.info("conversation.parked", range=record.range_id, owner=record.owner, cells=len(conversation.tokens))
 
     # Giving memory back
@@ -317,7 +327,7 @@ class Conversations:
             self._discard(conversation, "memory was short")
             return
         conversation.tokens = conversation.tokens[: keep * record.cells_per_slab]
-        self._take_from_end(record, keep)
+        self._take_from_end(record, keep, "its conversation is parked, and memory was short")
         log.info("conversation.cut", range=range_id, slabs=slabs, cells=len(conversation.tokens))
 
     def expire(self) -> None:
@@ -367,55 +377,71 @@ class Conversations:
                 return False
             self._discard(self._by_range[oldest.range_id], "newer ones needed the host's memory")
 
-    def _begin_move(self, conversation: Conversation, device: str) -> "asyncio.Task[None]":
+    def _begin_move(
+        self, conversation: Conversation, device: str, asker: SessionRecord | None = None
+    ) -> "asyncio.Task[None]":
         """Takes a parked one out of others' reach, at once, and moves it to another device, where it is parked then.
 
-        Errors of the task: `Exhausted`, `DriverError`; it stays where it is.
+        `asker` is the session that it comes back for: charged for it, and served in its turn.
+        Errors of the task: `Exhausted`, `DriverError`, `LeaseRevoked`; it stays where it is.
         """
         since_s = conversation.record.parked_s
         assert since_s is not None
         self._manager.ledger.unpark(conversation.record.range_id)
-        return self._begin(conversation, partial(self._move, conversation, device, since_s))
+        return self._begin(conversation, partial(self._move, conversation, device, since_s, asker))
 
-    async def _move(self, conversation: Conversation, device: str, since_s: float) -> None:
+    async def _move(self, conversation: Conversation, device: str, since_s: float, asker: SessionRecord | None) -> None:
         manager, ledger, old = self._manager, self._manager.ledger, conversation.record
+        if asker is not None and asker.session_id not in manager.sessions:
+            ledger.park(old.range_id, since_s)
+            raise LeaseRevoked("the session ended while it opened a conversation")
         slabs = [slab_id for _, slab_id in sorted(old.slabs.items())]
         new = RangeRecord(
             ledger.new_id(),
             RangeKind.KV,
             device,
             old.domain,
-            old.owner,
+            old.owner if asker is None else asker.session_id,
             len(slabs),
             old.cells_per_slab,
             old.cells_max,
         )
         ledger.add_range(new)
+        self._by_range[new.range_id] = conversation
+        need = [arbiter.Request(new.range_id, len(slabs))]
         try:
-            # to the host only what is free there goes
-            await manager.slabs.provide([arbiter.Request(new.range_id, len(slabs))], patient=device != manager.host)
+            if asker is None:  # to the host only what is free there goes
+                await manager.slabs.provide(need, patient=False)
+            else:
+                await manager.waiting.provide(asker, lambda: need, wait_s=0, gone=lambda: False)
             copies = [
                 Copy(manager.physical[new.slabs[i]], 0, ledger.devices[device].slab_bytes, source)
                 for i, source in enumerate(SlabSource(manager.physical[slab_id], 0) for slab_id in slabs)
             ]
             await asyncio.get_running_loop().run_in_executor(manager.executor, manager.driver.fill, copies)
         except BaseException:
-            manager.releases.take_back(list(new.slabs.values()), old.owner)
-            if not new.slabs and new.range_id in ledger.ranges:
-                ledger.remove_range(new.range_id)
+            del self._by_range[new.range_id]
+            new.closed = True
+            manager.releases.take_back(list(new.slabs.values()), new.owner)
             ledger.park(old.range_id, since_s)
             raise
         del self._by_range[old.range_id]
-        conversation.record, self._by_range[new.range_id] = new, conversation
+        conversation.record = new
         ledger.park(new.range_id, since_s if device == manager.host else self.clock())
-        manager.releases.take_back(slabs, old.owner)
+        self._free(old, slabs, f"its conversation moved to {device}")
         log.info("conversation.moved", range=old.range_id, to_range=new.range_id, device=device, slabs=len(slabs))
 
-    def _take_from_end(self, record: RangeRecord, keep: int) -> None:
+    def _take_from_end(self, record: RangeRecord, keep: int, why: str) -> None:
         """Frees what a range has beyond its first `keep` slabs."""
+        self._free(record, [s for i, s in record.slabs.items() if i >= keep], why)
+
+    def _free(self, record: RangeRecord, slab_ids: list[int], why: str) -> None:
+        """Frees slabs of a range, those apart that are on their way back already."""
         ledger = self._manager.ledger
-        beyond = [s for i, s in record.slabs.items() if i >= keep and ledger.slabs[s].state is SlabState.LEASED]
-        self._manager.releases.take_back(beyond, record.owner)
+        leased = [i for i in slab_ids if ledger.slabs[i].state is SlabState.LEASED]
+        if leased:
+            self._manager.decisions.add([decisions.freed(ledger, record, len(leased), why, time.monotonic())])
+        self._manager.releases.take_back(leased, record.owner)
 
     def _discard(self, conversation: Conversation, why: str) -> None:
         """Forgets one that no session uses, and frees its memory."""
@@ -427,7 +453,7 @@ class Conversations:
             conversation.page = None
         if record.parked_s is not None:
             self._manager.ledger.unpark(record.range_id)
-        self._manager.releases.take_back(list(record.slabs.values()), record.owner)
+        self._free(record, list(record.slabs.values()), f"its conversation was given up: {why}")
         log.info("conversation.dropped", range=record.range_id, owner=record.owner, why=why)
 
     # Work in the background
@@ -463,6 +489,12 @@ def _look_at(done: "asyncio.Task[None]") -> None:
     error = None if done.cancelled() else done.exception()
     if error is not None and not isinstance(error, VmmError | OSError):
         log.error("conversation.bug", exc_info=error)
+
+
+def _check_session(session: Session) -> None:
+    """Errors: `LeaseRevoked`."""
+    if session.ended:
+        raise LeaseRevoked("the session ended while it opened a conversation")
 
 
 def _close(fd: int, _: object) -> None:

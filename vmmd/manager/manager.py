@@ -201,6 +201,7 @@ class Manager:
                 self.detach(session, model)
         del self._by_token[session.token]
         del self.sessions[session.session_id]
+        self.ledger.end_session(session.session_id)
         session.close()
         ranges = [r for r in self.ledger.session_ranges(session.session_id) if r.range_id not in self.conversations]
         slab_ids = [i for r in ranges for i in r.slabs.values()]
