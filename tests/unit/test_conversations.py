@@ -15,8 +15,8 @@ from strata_client.mapping import map_page
 from strata_client.transcript import Transcript
 from tests.helpers.in_process import SLAB_BYTES, Host, run
 from tests.helpers.peer import SmallModel, write_model
-from vmmd.core import arbiter
-from vmmd.core.ledger import RangeRecord, SlabState
+from vmmd.core import arbiter, decisions
+from vmmd.core.ledger import RangeRecord, Share, SlabState, UserRecord
 from vmmd.errors import Exhausted, InvalidRequest, LeaseRevoked, NotFound, PreconditionFailed, VmmError
 from vmmd.manager import conversations
 from vmmd.manager.conversations import Conversation
@@ -487,6 +487,70 @@ def test_what_is_taken_goes_to_the_host_and_comes_back(model: SmallModel) -> Non
         assert talk.transcript.common(range(100, 200)) == 6 * CELLS and talk.is_intact()
         await talk.leave()
         host.state()
+        await host.close()
+
+    run(scenario)
+
+
+def test_it_comes_back_within_shares_only(model: SmallModel) -> None:
+    """Nobody is charged for what is parked; going on with more than a user may have is refused, and it stays."""
+
+    async def scenario() -> None:
+        host = Host()
+        manager = host.manager
+        opened = await host.open(model)
+        await parked(host, opened.model_id, "x", 3)
+        record = the(host).record
+
+        def used() -> int:
+            return arbiter.account(manager.ledger, manager.holders(), record.device)[0].used
+
+        fixed = 1 + opened.floor_slabs  # weights and floor
+        assert used() == fixed
+        manager.ledger.users[0] = UserRecord("user", Share(0, (fixed + 2) * SLAB_BYTES))
+        message = await refusal(Talk(host, host.session).open(opened.model_id), Exhausted)
+        assert f"uses {fixed} and would use {fixed + 3}" in message
+        assert (the(host).state, the(host).complete, used()) == ("parked", 3 * CELLS, fixed)
+        facts = {fact.topic: fact.text for fact in manager.explain(record.range_id)}
+        assert "gives before any arena" in facts["parked"] and "3 slabs" in facts["refused"]
+        manager.ledger.users[0] = UserRecord("user", Share(0, (fixed + 3) * SLAB_BYTES))
+        talk = await Talk(host, host.session).open(opened.model_id)
+        assert used() == fixed + 3 and talk.is_intact()
+        await talk.leave()
+        assert used() == fixed
+        await manager.conversations.drop(0, "x")
+        last = list(manager.decisions)[-1]
+        assert (last.kind, last.slabs, "it was dropped" in last.reason) == (decisions.Kind.FREED, 3, True)
+        await host.close()
+
+    run(scenario)
+
+
+def test_a_spilled_one_comes_back_in_its_turn(model: SmallModel) -> None:
+    """Where somebody waits for memory of its device, what is spilled stays until that one has had some."""
+
+    async def scenario() -> None:
+        host = Host(device_slabs=14)
+        with_options(host, conversation_spill_bytes=6 * SLAB_BYTES)
+        opened = await host.open(model)
+        await parked(host, opened.model_id, "x", 2)
+        growing = host.range()
+        room = arbiter.free_for(host.manager.ledger, the(host).cells.device, "user")
+        await host.manager.kv.grow(host.session, [(growing, CELLS * (room + 1))])
+        assert the(host).state == "spilled"
+        other = host.connect("user")
+        growth = (host.range(other), 14 * CELLS)
+        waiting = asyncio.create_task(host.manager.kv.grow(other, [growth], 10.0))
+        await until(lambda: host.manager.waiting.is_wanted(the(host).cells.device))
+        before = host.state()
+        message = await refusal(Talk(host, host.session).open(opened.model_id), Exhausted)
+        assert "came first" in message
+        assert the(host).state == "spilled" and host.state() == before
+        host.manager.disconnect(other, "left")
+        await refusal(waiting, LeaseRevoked)
+        await host.manager.kv.shrink(host.session, growing, 0)
+        talk = await Talk(host, host.session).open(opened.model_id)
+        assert talk.record.owner == host.session.session_id and talk.is_intact()
         await host.close()
 
     run(scenario)
