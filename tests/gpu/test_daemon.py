@@ -18,6 +18,7 @@ from tests.helpers.require_gpu import require_gpu
 from vmmd.driver.cuda_calls import CONTEXT_IS_DEAD
 from vmmd.driver.host_memfd import HOST_UUID
 from vmmd.errors import DriverError, Exhausted
+from vmmd.manager.upkeep import TICK_S
 
 OTHER_UID = 12345
 CONFIG = """
@@ -150,6 +151,7 @@ def test_growth_trades_with_slots(machine: Machine, model: LargeModel) -> None:
         one.ask("wait_for_homes")
         for turn in range(3):
             one.ask("route", turn, 1000, redraw=True)
+            time.sleep(2 * TICK_S)  # that is when it is counted
             one.ask("create")
             _, traded, moved = one.ask("time_growth", 3, at=turn)
             assert traded == 3 and moved > 0
