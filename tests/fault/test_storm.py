@@ -11,6 +11,7 @@ from signal import SIGCONT, SIGSTOP
 
 import pytest
 
+from tests.helpers import checked_daemon
 from tests.helpers.daemon import Daemon, wait_until
 from tests.helpers.peer import (
     Admin,
@@ -37,7 +38,7 @@ device_bytes = "6MiB"
 ram_bytes = "12MiB"
 """
 UIDS = (0, 4242, 4243) if os.geteuid() == 0 else (0,)
-CHECKED_VMMD = ("-m", "tests.helpers.checked_daemon")
+CHECKED_VMMD = (checked_daemon.__file__,)
 
 
 class _Rider:

@@ -184,6 +184,8 @@ class Fuzzer:
             return self._random.randbytes(self._random.choice((0, 16, 300)))
         if field.type == FieldDescriptor.TYPE_BOOL:
             return self._random.random() < 0.5
+        if field.type == FieldDescriptor.TYPE_SINT32:
+            return self._number(31) * self._random.choice((1, -1))
         return self._number(_BITS[field.type])
 
     def _number(self, bits: int) -> int:
