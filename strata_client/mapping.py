@@ -22,7 +22,7 @@ from strata_api.v1 import memory_pb2 as wire
 
 from strata_client.models.base import F32, I32, U8, ExpertBytes, WeightExtent
 from vmmd.driver.base import Mapper
-from vmmd.errors import InvalidRequest, NoDevice, StaleGeneration, VmmError
+from vmmd.errors import InvalidRequest, LeaseRevoked, NoDevice, StaleGeneration, VmmError
 
 U64 = npt.NDArray[np.uint64]
 
@@ -203,18 +203,23 @@ class Steps:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A step on the host: residency entries may be read within it, and only there."""
+        """A step on the host: residency entries may be read within it, and only there.
+
+        Errors: `LeaseRevoked` where the daemon went on without this session meanwhile.
+        """
         with self.lock:
             number = self._publish()
             try:
                 yield
             finally:
                 self.line[pages.WORD_RETIRED] = number
+            self._check_ended()
 
     def publish(self) -> int:
         """Publishes a step that a GPU will retire, and returns its number.
 
-        Residency entries may be read for it from here on. Errors: what `drain` raises.
+        Residency entries may be read for it from here on. Errors: what `drain` raises; `LeaseRevoked` where the daemon
+        goes on without this session.
         """
         with self.lock:
             return self._publish()
@@ -229,7 +234,14 @@ class Steps:
         self.line[pages.WORD_TOKENS] += np.uint64(tokens)
         self.line[pages.WORD_CELLS] = cells
 
+    def _check_ended(self) -> None:
+        if self.line[pages.WORD_ENDED]:
+            raise LeaseRevoked(
+                "the daemon has ended this session and goes on without it: what it read may be wrong; start again"
+            )
+
     def _publish(self) -> int:
+        self._check_ended()
         if self._changes.waiting:
             self.drain()
             self._changes.carry_out()

@@ -211,6 +211,7 @@ async def _serve(config: configuration.Config, explicit_dir: Path | None, slab_b
         overdue.start()
         logger.info("daemon.leaving", why=reason)
         notifier.stopping()
+        manager.leaving = True
         watchdog.cancel()
         manager.notify(memory_pb2.Notice.CODE_STOPPING, "vmmd leaves; what is mapped stays, nothing grows any more")
         await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from tests.helpers.daemon import Daemon, running_daemon, wait_until
 from tests.helpers.debugger import state_of, stopped_by_debugger, stopped_by_signal
 from tests.helpers.liars import Hoarder, Liar
 from tests.helpers.peer import Admin, Remote, SmallModel, public_model, write_model
-from vmmd.errors import Exhausted
+from vmmd.errors import Exhausted, LeaseRevoked
 
 SLAB = 64 << 10
 CONFIG = """
@@ -152,6 +152,11 @@ def test_a_client_that_is_cut_off_and_lives_is_charged_for_what_it_has(scene: Sc
     held = scene.quarantined()
     scene.trades_go_on()
     assert scene.quarantined() == held
+    if own:  # experts move without waiting for it: it must not read them, and says so
+        with pytest.raises(LeaseRevoked, match="goes on without it"):
+            scene.victim.ask("wrong_experts")
+    else:
+        assert scene.victim.ask("wrong_experts") == 0
     scene.victim.kill()
     scene.nothing_is_left()
     scene.trades_go_on()

@@ -23,7 +23,7 @@ from tests.helpers.peer import (
     wait_for_descriptors,
     write_model,
 )
-from vmmd.errors import Exhausted, LeaseRevoked, PreconditionFailed
+from vmmd.errors import Exhausted, LeaseRevoked, PreconditionFailed, Unavailable
 
 CLIENTS = 64
 SLAB_BYTES = 64 << 10
@@ -89,6 +89,8 @@ class _Rider:
     def _take_answer(self) -> None:
         try:
             answer = self.remote.answer()
+        except Unavailable as error:
+            raise AssertionError(f"{self._verb} of client {self.remote.pid}: {error.message}") from error
         except Exhausted:
             self.done["refused"] += 1
             return
@@ -160,6 +162,9 @@ def _storm(daemon: Daemon, seconds: float, seed: int) -> Counter[str]:
                 for rider in riders:
                     rider.turn()
                 _adds_up(admin)
+        except BaseException:
+            print(daemon.log.read_text()[-100_000:])
+            raise
         finally:
             for rider in riders:
                 rider.end()

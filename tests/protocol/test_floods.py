@@ -201,8 +201,8 @@ def test_connections_are_limited_and_those_there_are_go_on(daemon: Daemon, other
             sock.connect(os.fspath(daemon.directory / "vmmd.sock"))
         assert descriptors_of(pid) - before <= 4200
         _is_served(other)
-        wait_until(lambda: descriptors_of(pid) - before < 100, 15, lambda: str(descriptors_of(pid)))
-        _is_served(other)
+    wait_until(lambda: descriptors_of(pid) - before < 100, 15, lambda: str(descriptors_of(pid)))
+    _is_served(other)
 
 
 # What is too long

@@ -109,6 +109,8 @@ class Manager:
         self._by_token: dict[str, Session] = {}
         self._openings: set[asyncio.Task[None]] = set()
         self.draining = False
+        self.leaving = False
+        """Nothing is rewritten any more: clients go on with what they have mapped."""
         self.when_drained: Callable[[], None] = lambda: None
         """Called when the last session of a draining daemon has gone."""
         self.decisions = decisions.Log()
@@ -195,6 +197,8 @@ class Manager:
         """Ends a session: leases back or parked, models detached, descriptors closed. Never fails."""
         if session.ended:
             return
+        if not self.leaving:
+            session.tell_ended()
         self.conversations.leave(session)
         for model in list(session.attached):
             if isinstance(model, Model):

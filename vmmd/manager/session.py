@@ -84,10 +84,16 @@ class Session:
             if other is None:
                 self.attached[i] = model
                 line = self.line(i)
-                for word in (pages.WORD_LAUNCHED, pages.WORD_RETIRED, pages.WORD_TOKENS, pages.WORD_CELLS):
+                for word in range(pages.WORD_RING):
                     line[word] = 0  # type: ignore[index]
                 return i
         raise Exhausted(f"a session can have {pages.ATTACHMENTS_MAX} models open; close one first")
+
+    def tell_ended(self) -> None:
+        """Says in the session page that nobody waits for the steps of its models any more."""
+        for i, model in enumerate(self.attached):
+            if model is not None:
+                self.line(i)[pages.WORD_ENDED] = 1  # type: ignore[index]
 
     def add_batch(self, batch_id: int, items: list[BatchItem]) -> int:
         """Keeps a grant until it is acknowledged. Errors: `Exhausted`."""

@@ -21,12 +21,15 @@ line of 32 words per attached model::
 
     word 0  launched: steps published     word 1  retired: steps finished
     word 2  tokens evaluated              word 3  K/V cells in use
+    word 4  ended (0 or 1)
     word 8 + (step % 16)  the generation that step `step` reads under
 
 Steps are numbered from 1. A step is published by writing its generation, then
 ``launched``; only then are entries read. It is retired by writing ``retired``
 (on a GPU the last kernel of the step does, so a client that a debugger stopped
-still becomes idle). ``launched == retired`` means idle.
+still becomes idle). ``launched == retired`` means idle. ``ended`` is the daemon's to
+write: it goes on without this session, waits for its steps no more, and a step during
+which that was written may have read anything.
 
 Heat page (the client writes): how often each expert was routed to::
 
@@ -61,7 +64,7 @@ ATTACHMENTS_MAX = 8
 LINE_WORDS = 32
 STEPS_IN_FLIGHT_MAX = 15
 RING_WORDS = 16
-WORD_LAUNCHED, WORD_RETIRED, WORD_TOKENS, WORD_CELLS = range(4)
+WORD_LAUNCHED, WORD_RETIRED, WORD_TOKENS, WORD_CELLS, WORD_ENDED = range(5)
 WORD_RING = 8
 SESSION_PAGE_BYTES = 4096
 
