@@ -95,6 +95,7 @@ def test_damage_by_a_member_of_the_domain_is_found(
         peer.open(model)
         _wait_for_homes(daemon)
         memory = peer.opened[-1].memory
+        assert memory.home(2, 5) is not None  # maps it, and all the others that came before the answer
         in_slot = pages.unpack(memory.expert(1, 3).entry)
         in_home = pages.unpack(int(memory.home_entries[2 * model.n_experts + 5]))
         assert (in_slot.tier, in_home.tier) == (pages.TIER_DEVICE, pages.TIER_HOST)
