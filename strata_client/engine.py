@@ -11,13 +11,14 @@ from strata_api.v1 import pages
 
 from strata_client import timings
 from strata_client.connection import Asked, NoDaemon, raise_descriptor_limit
+from strata_client.devices import Peer, choose_device, choose_peers, is_gpu
 from strata_client.mapping import CellShape, KVRange, Shape, choose_slab_bytes
 from strata_client.models.base import F32
 from strata_client.models.gguf_file import ModelFile
 from strata_client.models.qwen3moe import Qwen3Moe
 from strata_client.output import Signals
 from strata_client.sampler import Sampler, SamplerOptions
-from strata_client.session import OpenedModel, Session, choose_device, is_gpu
+from strata_client.session import OpenedModel, Session
 from strata_client.startup import Begun
 from strata_client.transcript import Transcript
 from vmmd.errors import Exhausted, InvalidRequest, LeaseRevoked, Unavailable, VmmError
@@ -51,6 +52,7 @@ class Engine:
         position: cells filled.
         kept: tokens of the prompt whose cells were there when it began.
         refusal: why the last growth was refused; empty if it was not.
+        peers: devices that hold experts for the computing one, which reads them where they are.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Engine:
         context: int,
         transcript: Transcript,
         *,
+        peers: Sequence[Peer] = (),
         say: Say,
         say_verbose: Say,
         signals: Signals,
@@ -73,6 +76,7 @@ class Engine:
         self.kept = 0
         self.refusal = ""
         self._transcript = transcript  # says of which tokens the cells are
+        self.peers = peers
         self._session = session
         self._opened = opened
         self._kv = kv
@@ -175,6 +179,11 @@ class Engine:
         """Begins what the first token did not wait for: mapping the experts' homes, in a thread of its own."""
         self._opened.homes.begin()
 
+    def experts_on(self, peer: Peer) -> int:
+        """Experts in slots of a peer now."""
+        memory = self._opened.memory
+        return len(memory.experts_on(memory.part_on(peer.device.uuid)))
+
     def close(self) -> None:
         """Waits until no step runs any more."""
 
@@ -219,6 +228,7 @@ def open_engine(
     say_verbose: Say,
     signals: Signals,
     progress: Callable[[int, int], None],
+    peer_devices: Sequence[str] = (),
 ) -> Iterator[Engine]:
     """Opens a model at the daemon in one of `directories`, or at a private one, and gives everything back at the end.
 
@@ -235,6 +245,7 @@ def open_engine(
         say: takes lines for the user; `say_verbose` those for the curious.
         signals: learns what is to be abandoned, and when a step runs.
         progress: called with bytes filled and bytes to fill.
+        peer_devices: what a user calls those that shall hold experts which the device has no room for.
 
     Errors: any `VmmError`.
     """
@@ -258,12 +269,14 @@ def open_engine(
         say(f"strata: no daemon at {directories[0]}; started a private one{lost}")
     try:
         signals.abandon = session.abandon
-        chosen = choose_device(session.devices(), device)
+        devices = session.devices()
+        chosen = choose_device(devices, device)
+        peers = choose_peers(devices, chosen, peer_devices)
         cell = cell._replace(type=choose_kv_type(kv_type, chosen.uuid))
         make_engine = _on_gpu(model, chosen.uuid, cell.type) if is_gpu(chosen.uuid) else Engine
         begin = wire.Begin(
             name=str(model_file.metadata.get("general.name") or Path(model_file.files[0].path).name),
-            device_uuids=[chosen.uuid],
+            device_uuids=[chosen.uuid, *(peer.device.uuid for peer in peers)],
             n_layers=params.n_layers,
             n_experts=params.n_experts,
             top_k=params.top_k,
@@ -281,8 +294,10 @@ def open_engine(
                 say(f"strata: conversation {conversation} begins anew: {resumed.began_anew}")
         say_verbose(
             f"strata: device {chosen.uuid}, {size_text(chosen.slab_bytes)} a slab, arena "
-            f"{'shared' if opened.shared else 'filled'}: {size_text(opened.resident_bytes)} of experts on it"
+            f"{'shared' if opened.shared else 'filled'}: {size_text(opened.memory.arena_bytes(0))} of experts on it"
         )
+        for line in peer_lines(peers, opened, shape):
+            say(line)
         engine = make_engine(
             model,
             session,
@@ -290,6 +305,7 @@ def open_engine(
             kv,
             context,
             transcript,
+            peers=peers,
             say=say,
             say_verbose=say_verbose,
             signals=signals,
@@ -340,6 +356,25 @@ def _on_gpu(model: Qwen3Moe, device_uuid: str, kv_type: str) -> Callable[..., En
         return GpuEngine(*args, kv_type=kv_type, loaded=loaded, **kwargs)
 
     return make
+
+
+def peer_lines(peers: Sequence[Peer], opened: OpenedModel, shape: Shape) -> Iterator[str]:
+    """What each peer holds, and together with the computing device and the peers before it."""
+    total, n_experts = shape.n_layers * shape.n_experts, shape.n_experts
+    primary = len(opened.memory.experts_on(0))
+    others = 0
+    for peer in peers:
+        part = opened.memory.part_on(peer.device.uuid)
+        experts = opened.memory.experts_on(part)
+        size_bytes = sum(pages.slot_layout(*shape.expert_bytes(*divmod(e, n_experts)))[3] for e in experts)
+        filled_s = opened.filled_s[part]
+        yield (
+            f"strata: peer GPU {peer.number}: {len(experts)} experts, {size_text(size_bytes)} "
+            f"({f'filled in {filled_s:.1f} s' if filled_s else 'resident already'}); with the primary's {primary} "
+            f"{f'and {others} on other peers ' if others else ''}that is {primary + others + len(experts)} of {total} "
+            "on the GPUs"
+        )
+        others += len(experts)
 
 
 def growth_line(cells: int, size_bytes: int, trades: Sequence[wire.Trade]) -> str:

@@ -29,8 +29,9 @@ import numpy.typing as npt
 
 from strata_client import connection
 from strata_client.callbacks import Callbacks, result_of
+from strata_client.devices import choose_device
 from strata_client.mapping import MappedRange
-from strata_client.session import Session, choose_device
+from strata_client.session import Session
 from strata_client.view import View
 from vmmd.errors import InvalidRequest, PermissionDenied, VmmError
 

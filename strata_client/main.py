@@ -78,6 +78,12 @@ _run_options = _with_options(
     click.option("--socket", "socket_path", help="Runtime directory of the daemon, or its vmmd.sock."),
     click.option("--device", help="UUID, its beginning, or index in the daemon's list.  [default: the first]"),
     click.option(
+        "--peer-device",
+        "peer_devices",
+        multiple=True,
+        help="A device, named alike, for experts that the first has no room for; may be given several times.",
+    ),
+    click.option(
         "--kv-type",
         type=click.Choice(KV_TYPES),
         help="Of K/V cells: f32 only, and always, on the host.  [default: f16 on a GPU]",
@@ -120,6 +126,7 @@ class RunOptions:
     special: bool
     socket_path: str | None
     device: str | None
+    peer_devices: tuple[str, ...]
     kv_type: str | None
     wait_s: float
     priority: int | None
@@ -223,7 +230,7 @@ def _generate(
                 "decode_s": round(done.decode_s, 4),
                 "tokens_per_s": round(done.tokens_per_s, 2),
                 "start_up_s": round(start_up_s, 3),
-                **_stages(run),
+                **_stages(run, engine),
             }
         )
     else:
@@ -235,7 +242,7 @@ def _generate(
         f"strata: {done.tokens} tokens in {done.decode_s:.2f} s ({done.tokens_per_s:.1f} tok/s); "
         f"prompt of {done.prompt_tokens} tokens{kept} in {done.prompt_s:.2f} s; start-up {start_up_s:.2f} s"
     )
-    _say_stages(run)
+    _say_stages(run, engine)
 
 
 @cli.command()
@@ -268,14 +275,16 @@ def perplexity(file: str, save_logits: str | None, **options: Any) -> None:
             raise ClientError(f"cannot write {save_logits}: {(error.strerror or str(error)).lower()}") from error
         if run.as_json:
             nll, value = (done.mean_nll, done.perplexity) if done.predicted else (None, None)
-            output.object(statistics={"tokens": done.tokens, "mean_nll": nll, "perplexity": value, **_stages(run)})
+            output.object(
+                statistics={"tokens": done.tokens, "mean_nll": nll, "perplexity": value, **_stages(run, engine)}
+            )
         elif done.predicted:
             output.text(f"tokens {done.tokens}  mean NLL {done.mean_nll:.6f}  perplexity {done.perplexity:.4f}\n")
         else:
             output.text(f"tokens {done.tokens}  nothing to predict\n")
         seconds = seconds_since_start() - start_up_s
         say(f"strata: {done.tokens} tokens in {seconds:.2f} s; start-up {start_up_s:.2f} s")
-        _say_stages(run)
+        _say_stages(run, engine)
 
 
 @cli.command()
@@ -292,21 +301,26 @@ def inspect(model: str) -> None:
             output.text(line + "\n")
 
 
-def _stages(run: RunOptions) -> dict[str, Any]:
+def _stages(run: RunOptions, engine: "Engine") -> dict[str, Any]:
     """What `--stats` adds to the statistics; zero is the start of this process."""
     from strata_client.output import seconds_since_start
 
     if not run.stats:
         return {}
-    return {"stages": timings.as_objects(timings.stages(), time.monotonic() - seconds_since_start())}
+    peers = [
+        {"device": peer.device.uuid, "read": "in place", "experts": engine.experts_on(peer)} for peer in engine.peers
+    ]
+    return {"stages": timings.as_objects(timings.stages(), time.monotonic() - seconds_since_start()), "peers": peers}
 
 
-def _say_stages(run: RunOptions) -> None:
+def _say_stages(run: RunOptions, engine: "Engine") -> None:
     from strata_client.output import say, seconds_since_start
 
     if run.stats and not run.as_json:
         for line in timings.as_lines(timings.stages(), time.monotonic() - seconds_since_start()):
             say(line)
+        for peer in engine.peers:
+            say(f"strata: {peer.device.uuid} is read in place and holds {engine.experts_on(peer)} experts")
 
 
 def _prompt_text(prompt: str | None, prompt_file: str | None) -> str:
@@ -375,6 +389,7 @@ def _opened(
                     runtime_directories(run.socket_path),
                     context=context,
                     device=run.device,
+                    peer_devices=run.peer_devices,
                     kv_type=run.kv_type,
                     conversation=conversation,
                     asked=Asked(run.wait_s, run.kv_guarantee, run.kv_cap, run.priority),

@@ -427,6 +427,22 @@ class ClientMemory:
         base = entry.slab * range_.slab_bytes + entry.slot * slot_bytes
         return Place(word, range_, entry.slab, (base + gate, base + up, base + down), sizes)
 
+    def part_on(self, device_uuid: str) -> int:
+        """The number of the arena's part on a device."""
+        return [range_.device_uuid for range_ in self.arena].index(device_uuid)
+
+    def experts_on(self, part: int) -> Sequence[int]:
+        """The flat ids of the experts that are in a slot of a part now."""
+        first = np.uint64(pages.pack(pages.TIER_DEVICE, part, 0, 0))
+        last = np.uint64(pages.pack(pages.TIER_DEVICE, part + 1, 0, 0))
+        entries = self.entries.copy()
+        found: list[int] = np.flatnonzero((entries >= first) & (entries < last)).tolist()
+        return found
+
+    def arena_bytes(self, part: int) -> int:
+        """Size of a part's slabs that are mapped."""
+        return len(self.arena[part].mapped) * self.arena[part].slab_bytes
+
     def routed(self, layer: int, experts: I32, *, prompt: bool) -> None:
         """Counts heat: `experts` int32 `[n_tokens, top_k]` that a layer routed to."""
         counts = np.bincount(experts.ravel(), minlength=self._shape.n_experts)

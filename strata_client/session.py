@@ -19,6 +19,7 @@ from strata_api.v1 import memory_pb2 as wire
 from strata_api.v1 import pages
 
 from strata_client import connection, timings
+from strata_client.devices import is_gpu
 from strata_client.mapping import (
     CELLS_MULTIPLE,
     U64,
@@ -38,7 +39,7 @@ from strata_client.startup import Later
 from vmmd.driver import membarrier
 from vmmd.driver.base import Mapper
 from vmmd.driver.host_memfd import HostMapper
-from vmmd.errors import LeaseRevoked, NoDevice, Unavailable, VmmError
+from vmmd.errors import LeaseRevoked, Unavailable, VmmError
 
 if TYPE_CHECKING:
     import grpc
@@ -63,7 +64,7 @@ class OpenedModel:
     Attributes:
         homes: maps the experts' homes; `memory` does so itself when it looks for one in vain.
         shared: it was resident already.
-        resident_bytes: size of the arena's slabs that this process has mapped.
+        filled_s: by part of the arena, how long it took to fill it; 0 where it was resident already.
     """
 
     model_id: int
@@ -71,7 +72,7 @@ class OpenedModel:
     steps: Steps
     homes: Later[None]
     shared: bool
-    resident_bytes: int
+    filled_s: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,10 @@ class Session:
         self._models.append(opened.model_id)
         ranges = [opened.weights, opened.homes, *opened.arena]
         # all mappers before the first range: only a GPU whose context exists by then can read another's slabs
-        mappers = [mapper_of(range_.device_uuid, opened.weights.device_uuid) for range_ in ranges]
+        mappers = [
+            mapper_of(range_.device_uuid, opened.weights.device_uuid) if range_.slabs_max else HostMapper()
+            for range_ in ranges
+        ]
         weights, homes, *arena = (
             MappedRange(mapper, range_, writable=False) for mapper, range_ in zip(mappers, ranges, strict=True)
         )
@@ -220,8 +224,7 @@ class Session:
         steps = Steps(line, batch.table, self._lock, self._changes)
         self._steps.append(steps)
         memory = ClientMemory(shape, weights, arena, homes, batch.table, batch.heat, lambda: later.begin().result())
-        resident_bytes = sum(len(range_.mapped) * range_.slab_bytes for range_ in arena)
-        return OpenedModel(opened.model_id, memory, steps, later, opened.shared, resident_bytes)
+        return OpenedModel(opened.model_id, memory, steps, later, opened.shared, tuple(opened.filled_s))
 
     def create_kv(self, model_id: int, device: wire.Device, cell: CellShape, cells_max: int) -> KVRange:
         """A K/V range for up to `cells_max` cells, without memory as yet.
@@ -505,40 +508,6 @@ def mapper_of(device_uuid: str, computing_uuid: str) -> Mapper:
     from vmmd.driver.cuda_mapper import CudaMapper  # loads CUDA, which clients on the host do without
 
     return CudaMapper(device_uuid) if is_gpu(device_uuid) else CudaMapper(computing_uuid, host=True)
-
-
-def is_gpu(device_uuid: str) -> bool:
-    """Whether a device is a GPU; else it computes in the host's memory."""
-    return device_uuid.startswith(("GPU-", "MIG-"))
-
-
-def choose_device(devices: Sequence[wire.Device], wanted: str | None) -> wire.Device:
-    """The device that a user means.
-
-    Args:
-        devices: the daemon's list.
-        wanted: a UUID, the beginning of exactly one, or an index of the list; None
-            takes the first that computes.
-
-    Errors: `NoDevice`, naming what was wanted and what there is.
-    """
-    return _named(devices, wanted)
-
-
-def _named(devices: Sequence[wire.Device], wanted: str | None) -> wire.Device:
-    if not devices:
-        raise NoDevice("the daemon has no device")
-    if wanted is None:
-        return next((device for device in devices if not device.is_host), devices[0])
-    exact = [device for device in devices if device.uuid == wanted]
-    found = exact or [device for device in devices if wanted and device.uuid.startswith(wanted)]
-    if not found and wanted.isascii() and wanted.isdigit() and int(wanted) < len(devices):
-        found = [devices[int(wanted)]]
-    if len(found) == 1:
-        return found[0]
-    there = ", ".join(f"{index}: {device.uuid}" for index, device in enumerate(devices))
-    problem = "is not a device of the daemon" if not found else "is the beginning of several devices"
-    raise NoDevice(f"--device {wanted} {problem}; there are {there}")
 
 
 def _geometry(begin: wire.Begin, stacks: Sequence[ExpertStack], shape: Shape) -> Iterator[wire.OpenModelRequest]:

@@ -111,7 +111,7 @@ def make_driver(config: configuration.Config, available_bytes: int) -> Driver:
             raise NoDevice(f'driver = "cuda", but this host lacks: {"; ".join(lacking)}; see vmmctl doctor')
     device_bytes, ram_bytes = config.host.sizes_bytes(available_bytes)
     devices = [(uuid, "simulated on host memory", device_bytes) for uuid in config.host.device_uuids()]
-    return HostDriver(devices, ram_bytes)
+    return HostDriver(devices, ram_bytes, peer_paths=config.peer_access != "never")
 
 
 def device_records(config: configuration.Config, driver: Driver, slab_bytes_min: int) -> list[DeviceRecord]:

@@ -133,7 +133,7 @@ async def _run(file: Path) -> list[Row]:
         if len(openings) < 4:
             manager.close_model(bench.session, model.model_id)
             await manager.drop_model(model)
-    arena, record = model.arena, model.ranges[0]
+    arena = model.arena
     part_bytes = int(arena.geometry.slot_bytes[0])
     range_id = manager.kv.create(bench.session, "", 0, 16, 16 * 4096).range_id
     room = arbiter.free_for(manager.ledger, "NULL-0", "user")
@@ -153,7 +153,7 @@ async def _run(file: Path) -> list[Row]:
         await manager.kv.shrink(bench.session, range_id, 16 * room)
         missing = arena.hottest_missing(part_bytes)
         began = time.perf_counter()
-        await manager.upkeep._add_slabs(model, 0, record, wanted_slabs(arena, 0))
+        await manager.upkeep.add_slabs(model, 0, wanted_slabs(arena, 0))
         added = time.perf_counter()
         first = next(filling.slots(model, missing[:50], arena.empty_slots(0)[part_bytes][:50]))
         laid_out = time.perf_counter()

@@ -101,10 +101,10 @@ class Host:
         stacks = [geometry.Stack(*dataclasses.astuple(stack)) for stack in model.stacks]
         weights = [geometry.Extent(0, 0, WEIGHTS_BYTES)]
         shape = model.n_layers, model.n_experts, model.top_k
-        opened, _ = await self.manager.open_model(
-            session, self._files, "m", [*([device] if device else []), *more_devices], shape, stacks, weights, wait_s
-        )
+        devices = [*([device] if device else []), *more_devices]
+        opened, _ = await self.manager.open_model(session, self._files, "m", devices, shape, stacks, weights, wait_s)
         await asyncio.shield(opened.ready)
+        await self.manager.extend_model(session, opened, devices)
         return opened
 
     def range(self, session: Session | None = None, device: str = "") -> int:

@@ -472,3 +472,42 @@ def test_a_parked_conversation_goes_before_an_idle_model() -> None:
     assert world.plan(2).reclaim == [(60, 2)]
     both = world.plan(4)
     assert (both.reclaim, both.drop) == ([(60, 2)], [])
+
+
+def test_what_a_device_gives_up_goes_to_colder_slots_on_the_others() -> None:
+    """Experts that a trade pushes off its device, victims and displaced, take colder ones' slots on a peer."""
+    world = World(caps=(3, 2))
+    arena = world.model(
+        1, [SMALL0] * 3 + [SMALL1] * 2, [9, 8, 7, 6, 5, 4, 3, 2, 1.5, 1, 4.5, 0.5, 0, 3.5, 2.5, 1.2, 1.1, 0.1, 0.2, 5]
+    )
+    (trade,) = world.one(1).trades
+    # slab 2 is the coldest: of its experts 10 (4.5) and 8 (1.5), the first is hotter than the coldest that stay
+    assert trade.indexes == [2]
+    assert trade.moves[0] == Move(10, Slot(0, 1, 3), 7)
+    there = {move.expert: move.displaced for move in trade.moves[1:]}
+    assert there == {7: 12, 8: 17, 9: 18} and trade.evicted == [11]
+    assert all(move.to == arena.slot_of(move.displaced) and move.to.part == 1 for move in trade.moves[1:])
+
+
+def test_a_device_lends_to_its_own_ranges() -> None:
+    """A growth on the peer takes its own coldest slots; what they held is colder than all on the first device."""
+    world = World(caps=(1, 2))
+    world.model(1, [SMALL0, SMALL1, SMALL1], [9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1])
+    made = arbiter.plan(world.ledger, world.holders, [Request(KV1, 1)], now_s=100.0)
+    (device,) = made.devices
+    (trade,) = device.trades
+    assert (device.device, trade.part, trade.indexes) == ("gpu1", 1, [1])
+    assert trade.moves == [] and trade.evicted == [8, 9, 10, 11]
+
+
+def test_growths_on_both_devices_do_not_meet() -> None:
+    """All devices of a request give at once: nobody moves to a slab that leaves, nor two experts to one slot."""
+    world = World(caps=(3, 3))
+    world.model(1, [SMALL0] * 3 + [SMALL1] * 3, [float(heat) for heat in range(24, 0, -1)])
+    made = world.plan(2, Request(KV1, 1))
+    trades = {t.part: t for device in made.devices for t in device.trades}
+    assert (trades[0].indexes, trades[1].indexes) == ([2, 1], [2])
+    moves = [move for trade in trades.values() for move in trade.moves]
+    assert len({move.to for move in moves}) == len(moves) == 8, "all of the first device's, to what stays on the other"
+    assert {(move.to.part, move.to.slab) for move in moves} == {(1, 0), (1, 1)}
+    assert trades[0].evicted == []

@@ -7,9 +7,9 @@ import pytest
 from strata_api.v1 import memory_pb2 as wire
 
 from strata_client.connection import NoDaemon, dial, runtime_directories
+from strata_client.devices import choose_device
 from strata_client.engine import growth_line, size_text
 from strata_client.main import ClientError, choose_context
-from strata_client.session import choose_device
 from vmmd.errors import NoDevice
 
 DEVICES = [wire.Device(uuid="HOST-SIM-0"), wire.Device(uuid="HOST-SIM-1"), wire.Device(uuid="HOST-RAM", is_host=True)]

@@ -281,7 +281,7 @@ class CoreMachine(RuleBasedStateMachine):
         """An arena takes a slab that nobody needs and fills its empty slots."""
         model = self._pick(list(self.models.values()), which)
         p = part % len(model.ranges)
-        record, missing = model.ranges[p], model.arena.missing_classes()
+        record, missing = model.ranges[p], list(model.arena.wanted_by_class(model.arena.missing))
         if missing and len(record.slabs) < record.slabs_max:
             before = set(record.slabs)
             if arbiter.free_for(self.ledger, record.device, record.domain) > 0:
@@ -549,10 +549,10 @@ class CoreMachine(RuleBasedStateMachine):
         left = []
         for move in moves:
             slot = model.arena.slot_of(move.expert)
-            assert slot is not None
             model.busy.discard(move.to)
-            model.busy.add(slot)
-            left.append(slot)
+            if slot is not None:  # else it was displaced
+                model.busy.add(slot)
+                left.append(slot)
         places = np.array([move.to for move in moves], np.int64).reshape(-1, 3)
         model.arena.settle_all(np.array([move.expert for move in moves], np.int64), places)
         return left
@@ -671,7 +671,6 @@ class CoreMachine(RuleBasedStateMachine):
             assert all(self._at(i)[::2] == (device.device, SlabState.FREE) for i in device.destroy)
             assert all(self._at(i)[1] != domain for i in device.destroy)
             for trade in device.trades:
-                self._check_trade(trade, device.device, domain, requests)
                 given[trade.model_id] += trade.slots
                 victims.setdefault(trade.model_id, set()).update((trade.part, i) for i in trade.indexes)
             if device.trades:
@@ -682,6 +681,12 @@ class CoreMachine(RuleBasedStateMachine):
             if any(t.crosses for t in device.trades):
                 free = ledger.slabs_in(device.device, SlabState.FREE)
                 assert not free - {*device.reuse, *device.destroy}, "a domain gives while slabs are free"
+        for device in plan.devices:
+            for trade in device.trades:
+                self._check_trade(trade, device.device, domain, requests, victims[trade.model_id])
+        moves = [(t.model_id, m) for d in plan.devices for t in d.trades for m in t.moves]
+        assert len({(i, m.to) for i, m in moves}) == len(moves), "two experts move to one slot"
+        assert len({(i, m.expert) for i, m in moves}) == len(moves), "an expert moves to two slots"
         for model_id in given:
             slots = self._leased_slots(self.models[model_id])
             assert slots - given[model_id] >= self.models[model_id].arena.floor_slots, "a trade goes below the floor"
@@ -689,7 +694,14 @@ class CoreMachine(RuleBasedStateMachine):
             for crosses in (False, True):
                 self._check_coldest(device, crosses, given, victims, {r.range_id for r in requests})
 
-    def _check_trade(self, trade: ArenaTrade, device: str, domain: str, requests: list[arbiter.Request]) -> None:
+    def _check_trade(
+        self,
+        trade: ArenaTrade,
+        device: str,
+        domain: str,
+        requests: list[arbiter.Request],
+        victims: set[tuple[int, int]],
+    ) -> None:
         model = self.models[trade.model_id]
         arena, part = model.arena, model.arena.parts[trade.part]
         assert not model.stuck and trade.crosses == (arena.domain != domain)
@@ -707,13 +719,17 @@ class CoreMachine(RuleBasedStateMachine):
             assert all(arena.home_ready[e] for e in experts), "a slab with pinned experts is a victim"
             leaving |= experts
         assert trade.slots == sum(len(part.slabs[i].occupants) for i in trade.indexes)
-        assert leaving == {m.expert for m in trade.moves} | set(trade.evicted), "an expert is left behind"
-        assert len(leaving) == len(trade.moves) + len(trade.evicted)
-        assert len({m.to for m in trade.moves}) == len(trade.moves), "two experts move to one slot"
+        moved, evicted = {m.expert for m in trade.moves}, set(trade.evicted)
+        displaced = {m.displaced for m in trade.moves if m.to.part == trade.part}
+        assert leaving <= moved | evicted, "an expert is left behind"
+        assert evicted == leaving - moved and len(evicted) == len(trade.evicted)
+        assert moved <= leaving | displaced
         for move in trade.moves:
-            slab = part.slabs[move.to.slab]
-            assert move.to.part == trade.part and move.to.slab not in trade.indexes
-            into = self.ledger.ranges[part.range_id].slabs[move.to.slab]
+            target = arena.parts[move.to.part]
+            slab = target.slabs[move.to.slab]
+            assert (move.to.part, move.to.slab) not in victims
+            assert move.expert in leaving or move.to.part != trade.part
+            into = self.ledger.ranges[target.range_id].slabs[move.to.slab]
             assert self._state(into) is SlabState.LEASED, "an expert moves to a slab on its way out"
             assert slab.occupants[move.to.slot] == move.displaced
             assert slab.slot_bytes == arena.slot_bytes(move.expert)

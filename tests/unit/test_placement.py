@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 
 from tests.unit.test_residency import LARGE, SLAB, SMALL, shape
-from vmmd.core.placement import AGAIN_GAIN_MIN, GAIN_MIN, Exchange, Pace, plan
-from vmmd.core.residency import BUSY, Arena, Part, Slot
+from vmmd.core.placement import AGAIN_GAIN_MIN, GAIN_MIN, SWAP_GAIN_MIN, Exchange, Pace, plan
+from vmmd.core.residency import BUSY, EMPTY, Arena, Part, Slot
 
 EVERYTHING = (1 << 40, 1 << 40)
 
@@ -55,7 +55,11 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(cases())
 def test_plans_are_sound(case: Case) -> None:
-    """Experts with homes alone, hotter for colder of one size, each once, within each device's limit."""
+    """Experts with homes alone, hotter for colder of one size, each once, within each device's limit.
+
+    Who comes was missing, or changes places: from another part for one of the first that is
+    colder, or for an empty slot there that no missing one could have.
+    """
     arena, heat = case.arena, case.arena.heat
     before = arena.place.copy()
     found = plan(arena, case.limits, case.lately, case.leaving)
@@ -63,14 +67,29 @@ def test_plans_are_sound(case: Case) -> None:
     arena.check()
     assert len(found.incoming) == len(found.outgoing) == len(found.slots)
     assert len(set(found.incoming)) == len(found.incoming) and len(set(found.outgoing)) == len(found.outgoing)
-    assert not arena.resident[found.incoming].any() and arena.resident[found.outgoing].all()
+    assert arena.resident[found.outgoing].all()
+    swapped = arena.resident[found.incoming] & (found.incoming != found.outgoing)
+    assert set(found.incoming[swapped]) <= set(found.outgoing)
     assert arena.home_ready[found.incoming].all() and arena.home_ready[found.outgoing].all()
     assert (arena.geometry.slot_bytes[found.incoming] == arena.geometry.slot_bytes[found.outgoing]).all()
-    assert (arena.place[found.outgoing] == found.slots).all()
+    climb = found.incoming == found.outgoing
+    assert (arena.place[found.outgoing[~climb]] == found.slots[~climb]).all()
+    assert (arena.place[found.outgoing[climb], 0] > 0).all() and (found.slots[climb, 0] == 0).all()
+    assert all(arena.parts[0].slabs[i].occupants[s] == EMPTY for _, i, s in found.slots[climb].tolist())
+    assert len(set(map(tuple, found.slots.tolist()))) == len(found.slots)
+    assert not np.isin(arena.geometry.slot_bytes[found.incoming[climb]], arena.geometry.slot_bytes[arena.missing]).any()
     assert not case.leaving & {(p, i) for p, i, _ in found.slots.tolist()}
     gain = heat[found.incoming] - heat[found.outgoing]
-    assert (gain > GAIN_MIN).all()
-    assert (gain[case.lately[found.incoming] & case.lately[found.outgoing]] > AGAIN_GAIN_MIN).all()
+    lately = case.lately[found.incoming] & case.lately[found.outgoing]
+    came = ~arena.resident[found.incoming]
+    assert (gain[came] > GAIN_MIN).all()
+    assert (gain[came & lately] > AGAIN_GAIN_MIN).all()
+    up = swapped & (found.slots[:, 0] == 0)
+    down = swapped & ~up
+    assert (arena.place[found.incoming[up], 0] > 0).all() and (arena.place[found.incoming[down], 0] == 0).all()
+    assert set(found.incoming[up]) == set(found.outgoing[down])
+    assert (gain[up] > SWAP_GAIN_MIN).all()
+    assert (gain[up & lately] > SWAP_GAIN_MIN + AGAIN_GAIN_MIN - GAIN_MIN - 1e-9).all()
     for part, limit in enumerate(case.limits):
         moved = found.incoming[found.slots[:, 0] == part]
         assert arena.geometry.slot_bytes[moved].sum() <= limit
@@ -78,16 +97,20 @@ def test_plans_are_sound(case: Case) -> None:
 
 @given(cases())
 def test_without_limits_nothing_is_left_to_win(case: Case) -> None:
-    """After one unlimited plan is carried out there is no exchange more that pays."""
+    """After two unlimited plans are carried out no exchange pays any more: the hottest are on the first part."""
     arena = case.arena
     none = np.zeros(arena.geometry.n, np.bool_)
-    found = plan(arena, EVERYTHING, none)
-    carry_out(arena, found)
+    carry_out(arena, plan(arena, EVERYTHING, none))
+    resident = arena.resident.copy()
+    carry_out(arena, plan(arena, EVERYTHING, none))
+    assert (arena.resident == resident).all(), "what came last only changes places"
     assert not len(plan(arena, EVERYTHING, none).incoming)
     for size in (SMALL, LARGE):
         can = arena.home_ready & (arena.geometry.slot_bytes == size)
-        missing, placed = arena.heat[can & ~arena.resident], arena.heat[can & arena.resident]
-        assert not len(missing) or not len(placed) or missing.max() <= placed.min() + GAIN_MIN
+        part = arena.place[:, 0]
+        missing, first, other = (arena.heat[can & (part == p)] for p in (-1, 0, 1))
+        for colder, hotter, gain in (missing, first, GAIN_MIN), (missing, other, GAIN_MIN), (other, first, 1 / 16):
+            assert not len(colder) or not len(hotter) or colder.max() <= hotter.min() + gain
 
 
 @given(cases())
@@ -104,8 +127,12 @@ def test_batches_come_to_the_same(case: Case) -> None:
 
 
 def carry_out(arena: Arena, found: Exchange) -> None:
+    before = {tuple(slot) for slot in arena.place[found.outgoing].tolist()}
+    taken = {tuple(slot) for slot in found.slots.tolist()}
     for expert in found.outgoing.tolist():
         arena.vacate(expert)
+    arena.reserve_all(np.array(sorted(taken - before), np.int64).reshape(-1, 3))
+    arena.release_all(np.array(sorted(before - taken), np.int64).reshape(-1, 3))
     arena.settle_all(found.incoming, found.slots)
     arena.check()
 
@@ -129,6 +156,25 @@ def test_the_hottest_take_the_slots_of_the_coldest(arena: Arena) -> None:
     assert found.incoming.tolist() == [5, 7]
     assert found.outgoing.tolist() == [2, 1]
     assert found.slots.tolist() == [[0, 0, 2], [0, 0, 1]]
+
+
+def test_the_hottest_are_on_the_first_part() -> None:
+    """An expert on a peer changes places with a colder one on the first part, if it is hotter by a sixteenth."""
+    arena = Arena(1, "alice", shape(8), [Part(1, "a", SLAB), Part(2, "b", SLAB)], 0)
+    for part in (0, 1):
+        arena.add_slab(part, 0, SMALL)
+        for slot in range(4):
+            arena.reserve(Slot(part, 0, slot))
+            arena.settle(4 * part + slot, Slot(part, 0, slot))
+    arena.home_ready[:] = True
+    arena.heat = np.array([0.3, 0.0, 0.2, 0.1, 0.3 + SWAP_GAIN_MIN, 0.2, 0.1 + SWAP_GAIN_MIN, 0.0])
+    found = plan(arena, [SMALL, SMALL], np.zeros(8, np.bool_))
+    assert (found.incoming.tolist(), found.outgoing.tolist()) == ([4, 1], [1, 4])
+    assert found.slots.tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert not len(plan(arena, [SMALL, 0], np.zeros(8, np.bool_)).incoming), "both copies count"
+    carry_out(arena, plan(arena, EVERYTHING, np.zeros(8, np.bool_)))
+    assert sorted(np.flatnonzero(arena.place[:, 0] == 0).tolist()) == [0, 2, 4, 5]
+    assert not len(plan(arena, EVERYTHING, np.zeros(8, np.bool_)).incoming)
 
 
 def test_noise_moves_nothing(arena: Arena) -> None:

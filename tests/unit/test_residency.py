@@ -181,13 +181,13 @@ def test_missing(arena: Arena) -> None:
     assert arena.hottest_missing(999).tolist() == []
 
 
-def test_missing_classes(arena: Arena) -> None:
+def test_missing_by_class(arena: Arena) -> None:
     """Classes with missing experts come with most missing heat first, then most experts."""
-    assert arena.missing_classes() == [SMALL, LARGE]
+    assert list(arena.wanted_by_class(arena.missing).items()) == [(SMALL, 6), (LARGE, 2)]
     arena.heat[7] = 1
-    assert arena.missing_classes() == [LARGE, SMALL]
+    assert list(arena.wanted_by_class(arena.missing).items()) == [(LARGE, 2), (SMALL, 6)]
     arena.home_ready[6:] = False
-    assert arena.missing_classes() == [SMALL]
+    assert list(arena.wanted_by_class(arena.missing).items()) == [(SMALL, 6)]
 
 
 def test_empty_slots(arena: Arena) -> None:

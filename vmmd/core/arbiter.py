@@ -6,7 +6,8 @@
    other domains, destroyed and created anew;
 2. parked conversations, the longest parked first, reclaimed from their ends;
 3. slabs of the same domain's arenas above their floor: those whose experts carry
-   least heat, hotter experts moving to colder ones' slots first;
+   least heat, hotter experts moving to colder ones' slots first, on the same device
+   and from there to the arena's other devices;
 4. models that no session has open, the longest idle first, dropped whole;
 5. slabs of other domains' arenas above their floor, revoked, destroyed, created;
 6. nothing: `Exhausted`, saying who holds what. A refusal changes nothing.
@@ -120,7 +121,10 @@ def plan(
         if missing > 0:
             short.append((made, missing))
     if not short:
-        return Plan([], [], reclaim) if reclaim else Plan(plans, [])
+        if reclaim:
+            return Plan([], [], reclaim)
+        victims.move_on([trade for made in plans for trade in made.trades])
+        return Plan(plans, [])
     drop = None
     for made, missing in short:
         idle = _idle_models(ledger, usable, made)
@@ -137,6 +141,7 @@ def plan(
         made.create += sum(len(t.slab_ids) for t in foreign)
     if reclaim:
         return Plan([], [], reclaim)
+    victims.move_on([trade for made in plans for trade in made.trades])
     return Plan([], [drop]) if drop is not None else Plan(plans, [])
 
 
@@ -149,6 +154,7 @@ def plan_release(
     if len(made.destroy) < count:
         victims = Victims(ledger, [m for m in models if m.movable], policy, now_s)
         made.trades = victims.trades(device, count - len(made.destroy), NOBODY, crosses=True)
+        victims.move_on(made.trades)
     return made
 
 
@@ -191,7 +197,7 @@ def plan_rebalance(
             record = ledger.ranges[part.range_id]
             if part.device == device and holder.idle_since_s is None and len(record.slabs) < record.slabs_max:
                 worth = Victims(ledger, [holder], policy, now_s).worth(holder)
-                for slot_bytes in arena.missing_classes():
+                for slot_bytes in arena.wanted_by_class(arena.missing):
                     missing = arena.hottest_missing(slot_bytes)[: part.slab_bytes // slot_bytes]
                     wanted.append((float(worth[missing].sum()), record, slot_bytes))
     for gain, record, slot_bytes in sorted(wanted, key=lambda w: (-w[0], w[1].range_id, w[2])):
@@ -199,6 +205,7 @@ def plan_rebalance(
         victims = Victims(ledger, others, policy, now_s, {record.range_id})
         trades = victims.trades(device, 1, record.domain, crosses=False, gain=gain)
         if trades:
+            victims.move_on(trades)
             plan = Plan([DevicePlan(device, record.domain, trades=trades)], [])
             return Rebalance(Request(record.range_id, 1), plan, slot_bytes, gain)
     return None

@@ -4,6 +4,9 @@ An expert that comes costs one copy of it from host memory, as much as one token
 that reads it there. It saves such a read for every routing that it has more than
 the one that goes. So an exchange pays for itself soon: what is to be avoided is
 moving for nothing but noise, since heat is an estimate from a few hundred tokens.
+
+Where an arena has parts on peers, too, the first part is the computing device's own, and
+read fastest: what is hotter on a peer changes places with what is colder there.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,12 +24,16 @@ AGAIN_GAIN_MIN = 1 / 16
 """The same where either of the two moved lately: four standard errors of a heat of a tenth, so that no
 noise sends it back."""
 
+SWAP_GAIN_MIN = 1 / 16
+"""Routings a token that an expert on a peer must have more than the one whose place it takes on the first part.
+A read there saves an eighth of a read from host memory, and two experts are copied: paid back within 256 tokens."""
+
 I64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 
 class Exchange(NamedTuple):
-    """Experts that come `[k]`, the colder ones that go `[k]`, and the slots `[k, 3]` where those are."""
+    """Experts that come `[k]`, to slots `[k, 3]`, and those that must leave theirs for it `[k]`. Some do both."""
 
     incoming: I64
     outgoing: I64
@@ -39,7 +46,9 @@ def plan(
     """The exchanges that win most, of at most `limit_bytes` for each part of the arena.
 
     The hottest missing experts take the slots of the coldest of their size class, on
-    whatever part and from any layer. An expert without a home is left where it is.
+    whatever part and from any layer. Then experts on other parts and colder ones on the
+    first change places, and where none is missing, the hottest on other parts come to the
+    first one's empty slots. An expert without a home is left where it is.
 
     Args:
         moved_lately: `[n]`, experts that came or went a moment ago.
@@ -61,17 +70,63 @@ def plan(
         here = np.flatnonzero(part_of == part)
         chosen[here] = np.cumsum(sizes[incoming[order[here]]]) <= limit
     order = order[chosen]
-    return Exchange(incoming[order], outgoing[order], place[outgoing[order]])
+    incoming, outgoing = incoming[order], outgoing[order]
+    left_bytes = np.array(limit_bytes, np.float64) - np.bincount(place[outgoing, 0], sizes[incoming], len(limit_bytes))
+    placed[outgoing] = False
+    up, down = _swaps(arena, left_bytes, placed, reluctance)
+    placed[up] = False
+    climbing, empty = _climbs(arena, left_bytes[0] - sizes[up].sum(), placed, leaving)
+    return Exchange(
+        np.concatenate((incoming, up, down, climbing)),
+        np.concatenate((outgoing, down, up, climbing)),
+        np.concatenate((place[outgoing], place[down], place[up], empty)),
+    )
+
+
+def _swaps(
+    arena: Arena, left_bytes: npt.NDArray[np.float64], placed: Bool, reluctance: npt.NDArray[np.float64]
+) -> tuple[I64, I64]:
+    """Pairs of an expert on another part and a colder one on the first, of at most `left_bytes` for each part."""
+    sizes, part_of = arena.geometry.slot_bytes, arena.place[:, 0]
+    here, there = placed & (part_of == 0), placed & (part_of > 0)
+    pairs = [_pairs(sizes == size, there, here, arena.heat, reluctance) for size in np.unique(sizes[there])]
+    up, down, gain = (np.concatenate(column) for column in zip(_NOTHING, *pairs, strict=True))
+    order = np.argsort(-gain, kind="stable")
+    order = order[gain[order] > SWAP_GAIN_MIN]
+    up, down = up[order], down[order]
+    fits = np.cumsum(sizes[up]) <= left_bytes[0]
+    for part in range(1, len(left_bytes)):
+        on_it = part_of[up] == part
+        fits &= ~on_it | (np.cumsum(np.where(on_it, sizes[up], 0)) <= left_bytes[part])
+    return up[fits], down[fits]
+
+
+def _climbs(arena: Arena, left_bytes: float, placed: Bool, leaving: Collection[tuple[int, int]]) -> tuple[I64, I64]:
+    """The hottest experts on other parts, and empty slots of the first for them, of at most `left_bytes`."""
+    sizes = arena.geometry.slot_bytes
+    experts, slots = [_NOTHING[0]], [np.zeros((0, 3), np.int64)]
+    for slot_bytes, empty in arena.empty_slots(0).items():
+        empty = empty[[(0, slab) not in leaving for slab in empty[:, 1].tolist()]]
+        of_class = sizes == slot_bytes
+        there = np.flatnonzero(placed & of_class & (arena.place[:, 0] > 0))
+        if (arena.missing & of_class).any():
+            continue  # they come first, and without leaving another slot
+        hottest = there[np.argsort(-arena.heat[there], kind="stable")]
+        hottest = hottest[: min(len(empty), int(left_bytes // slot_bytes))]
+        left_bytes -= len(hottest) * slot_bytes
+        experts.append(hottest)
+        slots.append(empty[: len(hottest)])
+    return np.concatenate(experts), np.concatenate(slots)
 
 
 _NOTHING = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float64))
 
 
 def _pairs(
-    of_class: Bool, missing: Bool, placed: Bool, heat: npt.NDArray[np.float64], reluctance: npt.NDArray[np.float64]
+    of_class: Bool, come: Bool, go: Bool, heat: npt.NDArray[np.float64], reluctance: npt.NDArray[np.float64]
 ) -> tuple[I64, I64, npt.NDArray[np.float64]]:
-    """Of one size class, the hottest missing with the coldest placed and so on, and what each pair wins."""
-    comes, goes = np.flatnonzero(missing & of_class), np.flatnonzero(placed & of_class)
+    """Of one size class, the hottest that may come with the coldest that may go, and what each pair wins."""
+    comes, goes = np.flatnonzero(come & of_class), np.flatnonzero(go & of_class)
     wins, loses = heat[comes] - reluctance[comes], heat[goes] + reluctance[goes]
     hottest, coldest = np.argsort(-wins, kind="stable"), np.argsort(loses, kind="stable")
     k = min(len(hottest), len(coldest))

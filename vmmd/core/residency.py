@@ -245,22 +245,27 @@ class Arena:
         total = float(self.heat.sum())
         return float(self.heat[self.resident].sum()) / total if total > 0 else float(self.resident.mean())
 
+    @property
+    def missing(self) -> Bool:
+        """`[n]`: whether each expert is in no slot and can be filled from a home."""
+        found: Bool = ~self.resident & self.home_ready
+        return found
+
     def hottest_missing(self, slot_bytes: int) -> I64:
         """The experts of a size class that are in no slot and can be filled from a home, hottest first."""
-        missing = np.flatnonzero(~self.resident & self.home_ready & (self.geometry.slot_bytes == slot_bytes))
+        missing = np.flatnonzero(self.missing & (self.geometry.slot_bytes == slot_bytes))
         return missing[np.argsort(-self.heat[missing], kind="stable")]
 
     def can_refill(self) -> bool:
         """Whether an expert is missing that an empty slot has room for."""
         sizes = {slab.slot_bytes for part in self.parts for slab in part.slabs.values() if slab.empty}
-        return bool(sizes) and not sizes.isdisjoint(self.missing_classes())
+        return bool(sizes) and not sizes.isdisjoint(self.wanted_by_class(self.missing))
 
-    def missing_classes(self) -> list[int]:
-        """Size classes that have missing experts, the one with most missing heat first."""
-        missing = ~self.resident & self.home_ready
-        classes = np.unique(self.geometry.slot_bytes[missing])
-        of = {int(c): missing & (self.geometry.slot_bytes == c) for c in classes}
-        return sorted(of, key=lambda c: (-float(self.heat[of[c]].sum()), -int(of[c].sum()), c))
+    def wanted_by_class(self, wanted: Bool) -> dict[int, int]:
+        """How many of some experts `[n]` there are of each size class, the one with most of their heat first."""
+        of = {int(c): wanted & (self.geometry.slot_bytes == c) for c in np.unique(self.geometry.slot_bytes[wanted])}
+        hottest = sorted(of, key=lambda c: (-float(self.heat[of[c]].sum()), -int(of[c].sum()), c))
+        return {c: int(of[c].sum()) for c in hottest}
 
     def empty_slots(self, part: int) -> dict[int, I64]:
         """The empty slots ``[k, 3]`` of a part by their size, slab after slab."""

@@ -8,7 +8,7 @@ that; within a class the slab goes whose own experts are worth least, as fewest 
 """
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class Holder(NamedTuple):
 
 
 class Move(NamedTuple):
-    """An expert of a victim slab goes to a slot that stays, whose expert it displaces."""
+    """An expert of a victim slab, or one that was displaced, goes to a slot that stays, whose expert it displaces."""
 
     expert: int
     to: Slot
@@ -54,7 +54,7 @@ class ArenaTrade:
     slab_ids: list[int]
     slots: int  # of these slabs
     moves: list[Move]
-    evicted: list[int]  # experts of the victims that are read from their homes afterwards
+    evicted: list[int]  # experts of the victims that move nowhere: they are read from their homes afterwards
     crosses: bool  # to another domain: the slabs are destroyed
     worth: float  # of what leaves, as the policy says
 
@@ -139,6 +139,35 @@ class Victims:
             else:
                 heapq.heapreplace(queue, following)
         return [self._trade(m, p, indexes, lost[m, p], crosses=crosses) for (m, p), indexes in chosen.items()]
+
+    def move_on(self, trades: Sequence[ArenaTrade]) -> None:
+        """Adds moves to all trades of a plan: experts that are pushed off a device displace colder ones on others."""
+        for m, holder in enumerate(self._models):
+            own = [trade for trade in trades if trade.model_id == holder.arena.model_id]
+            if own and len(holder.arena.parts) > 1:
+                self._move_on(m, own)
+
+    def _move_on(self, model: int, trades: Sequence[ArenaTrade]) -> None:
+        arena, worth = self._models[model].arena, self.worth(self._models[model])
+        staying = {(p, index) for p, indexes in enumerate(self._leased[arena.model_id]) for index in indexes}
+        staying -= {(trade.part, index) for trade in trades for index in trade.indexes}
+        taken = {move.to for trade in trades for move in trade.moves}
+        for trade in trades:
+            displaced = [move.displaced for move in trade.moves if move.displaced != EMPTY]
+            off = np.array([*trade.evicted, *displaced], np.int64)
+            off = off[np.lexsort((off, -worth[off]))]
+            for slot_bytes in np.unique(arena.geometry.slot_bytes[off]).tolist():
+                hottest = off[arena.geometry.slot_bytes[off] == slot_bytes]
+                slabs = [(p, i) for p, i in sorted(staying) if p != trade.part]
+                slabs = [(p, i) for p, i in slabs if arena.parts[p].slabs[i].slot_bytes == slot_bytes]
+                coldest = _coldest_slots(arena, worth, slabs, taken)
+                for expert, (there, slot) in zip(hottest.tolist(), coldest, strict=False):
+                    if there != EMPTY and worth[there] >= worth[expert]:
+                        break
+                    trade.moves.append(Move(expert, slot, there))
+                    taken.add(slot)
+            moved = {move.expert for move in trade.moves}
+            trade.evicted[:] = [expert for expert in trade.evicted if expert not in moved]
 
     def _offer(self, group: "_Group", start: int) -> "_Offer | None":
         """The next slab of a group, and what the arena loses by it."""
@@ -278,6 +307,22 @@ class _Offer(NamedTuple):
     who: tuple[int, int, int]  # model, part, class
     at: int  # in the group's indexes
     group: _Group
+
+
+def _coldest_slots(
+    arena: Arena, worth: F64, slabs: Sequence[tuple[int, int]], taken: Set[Slot]
+) -> Iterator[tuple[int, Slot]]:
+    """(expert or EMPTY, slot) of some slabs (part, index) that may be taken over: empty ones, then the coldest."""
+    for p, index in slabs:
+        if arena.parts[p].slabs[index].empty:
+            free = (Slot(*slot) for slot in arena.slots_that_are(EMPTY, p, [index]).tolist())
+            yield from ((EMPTY, slot) for slot in free if slot not in taken)
+    held = np.concatenate([arena.parts[p].slabs[index].experts() for p, index in slabs] or [np.zeros(0, np.int64)])
+    held = held[arena.home_ready[held]]
+    for expert in held[np.argsort(worth[held], kind="stable")].tolist():
+        slot = arena.slot_of(expert)
+        if slot is not None and slot not in taken:
+            yield expert, slot
 
 
 def _coldest_first(worth: F64, empty: int, count: int) -> F64:

@@ -39,6 +39,7 @@ class DeviceInfo:
     page_bytes: int  # allocation granularity: slab sizes are multiples of it
     is_host: bool = False  # the host's RAM: homes of experts, no computing
     numa_node: int | None = None
+    reached_by: frozenset[str] = frozenset()  # devices whose kernels read its slabs where they are
 
 
 @dataclass(frozen=True)

@@ -426,7 +426,8 @@ class CudaDriver:
     def _info(self, gpu: Gpu) -> DeviceInfo:
         with self._on(gpu):
             _, total_bytes = call(self._cu.cuMemGetInfo)
-        return DeviceInfo(gpu.uuid, gpu.name, total_bytes, gpu.page_bytes, numa_node=gpu.numa_node)
+        readers = frozenset(other.uuid for other in self._gpus.values() if other.ordinal in gpu.reached_by)
+        return DeviceInfo(gpu.uuid, gpu.name, total_bytes, gpu.page_bytes, numa_node=gpu.numa_node, reached_by=readers)
 
     def _device(self, uuid: str) -> DeviceInfo:
         info = self._infos.get(uuid)

@@ -85,6 +85,7 @@ class HostDriver:
         host_total_bytes: what the host's RAM, the last device, offers.
         page_bytes: allocation granularity, a multiple of the system's page.
         threads_max: how many threads a large fill uses.
+        peer_paths: whether the simulated devices read each other's slabs where they are.
 
     `memory` accounts slabs against these totals. `create`, `fill` and `read` may
     run in several threads at once.
@@ -98,12 +99,22 @@ class HostDriver:
         host_total_bytes: int,
         page_bytes: int = mmap.PAGESIZE,
         threads_max: int = 4,
+        *,
+        peer_paths: bool = True,
     ) -> None:
         if page_bytes <= 0 or page_bytes % mmap.PAGESIZE:
             raise InvalidRequest(f"page of {page_bytes} bytes: must be a multiple of the system's {mmap.PAGESIZE}")
         all_devices = [*devices, (HOST_UUID, "host memory", host_total_bytes)]
+        simulated = frozenset(uuid for uuid, _, _ in devices) if peer_paths else frozenset()
         self._devices = {
-            uuid: DeviceInfo(uuid, name, total_bytes, page_bytes, is_host=uuid == HOST_UUID)
+            uuid: DeviceInfo(
+                uuid,
+                name,
+                total_bytes,
+                page_bytes,
+                is_host=uuid == HOST_UUID,
+                reached_by=simulated - {uuid} if uuid != HOST_UUID else frozenset(),
+            )
             for uuid, name, total_bytes in all_devices
         }
         if len(self._devices) != len(all_devices):

@@ -8,11 +8,12 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import structlog
 from strata_api.v1 import memory_pb2, pages
@@ -23,7 +24,7 @@ from vmmd.core.policy import SHIPPED, Policy
 from vmmd.core.residency import Arena, Part
 from vmmd.core.victims import Holder
 from vmmd.driver.base import Driver
-from vmmd.errors import Draining, Exhausted, LeaseRevoked, NotFound, PermissionDenied, VmmError
+from vmmd.errors import Draining, Exhausted, LeaseRevoked, NotFound, PermissionDenied, PreconditionFailed, VmmError
 from vmmd.manager import opening
 from vmmd.manager.conversations import Conversations
 from vmmd.manager.devices import Devices
@@ -67,7 +68,8 @@ class Options:
     conversation_spill_bytes: int = 0
 
 
-ModelKey = tuple[str, tuple[FileIdentity, ...], str, tuple[str, ...]]
+ModelKey = tuple[str, tuple[FileIdentity, ...], str, str]
+"""Domain, files, digest of the geometry, computing device."""
 
 
 class Manager:
@@ -272,9 +274,9 @@ class Manager:
         """Finds or makes a model and attaches the session; returns it and whether it was there already.
 
         `shape` is (n_layers, n_experts, top_k). The model may still be filling, or
-        waiting for memory for up to `wait_s`: wait for `model.ready`. Errors:
-        `InvalidRequest` (a geometry that lies, an expert larger than a slab), `NotFound`,
-        `Exhausted`, `StaleGeneration`.
+        waiting for memory for up to `wait_s`: wait for `model.ready`, then for
+        `extend_model`. Errors: `InvalidRequest` (a geometry that lies, an expert larger than
+        a slab), `NotFound`, `Exhausted`, `StaleGeneration`.
         """
         fds = session.take_files(files_id)
         session.opening += 1
@@ -286,7 +288,7 @@ class Manager:
             checked = await loop.run_in_executor(self.executor, geometry.build, *shape, stacks, weights, sizes)
             for device in [*devices, self.host]:
                 geometry.fit(checked, self.ledger.devices[device].slab_bytes)
-            key = session.record.domain, tuple(identities), checked.digest, tuple(devices)
+            key = session.record.domain, tuple(identities), checked.digest, devices[0]
             model = self._by_key.get(key)
             shared = model is not None and not model.stale
             if model is None or model.stale:
@@ -294,20 +296,49 @@ class Manager:
                 fds = []
                 self.models[model.model_id] = model
                 self._by_key[key] = model
-                task = asyncio.create_task(opening.run(self, model, session.record, wait_s))
-                self._openings.add(task)
-                task.add_done_callback(self._openings.discard)
+                self._begin(opening.run(self, model, session.record, wait_s))
             if session.ended:
                 raise LeaseRevoked("the session ended while it opened a model")
             if model not in session.attached:
                 session.attach(model)
-                model.join(session, HeatPage(checked.n))
+                model.join(session, HeatPage(checked.n), [r.device for r in model.ranges if r.device in devices])
             model.idle_since_s = None
             return model, shared
         finally:
             session.opening -= 1
             for fd in fds:
                 os.close(fd)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        self._openings.add(task)
+        task.add_done_callback(self._openings.discard)
+        return task
+
+    async def extend_model(self, session: Session, model: Model, device_uuids: Sequence[str]) -> None:
+        """Gives a ready model parts on those of these devices that it has none on, and all of them to the session.
+
+        Errors: `NoDevice` (one has failed meanwhile), `PreconditionFailed` where experts
+        without a home are on a device that the session did not name, so that it could not
+        read them.
+        """
+        devices = self.devices.choose(device_uuids)
+        work = self._begin(opening.extend(self, model, devices))
+        await asyncio.shield(work)  # a client that hangs up meanwhile leaves the part to the next
+        mine = model.devices_of.get(session.session_id, [])
+        mine += [device for device in devices if device not in mine]
+        if session.ended or all(model.grants(session, record) for record in model.ranges):
+            return
+        if model.background is not None:
+            await asyncio.wait([model.background])
+        lost = model.out_of_reach(session) if not session.ended else ()
+        if len(lost):
+            self.detach(session, model)
+            others = sorted({model.ranges[p].device for p in model.arena.place[lost, 0].tolist()})
+            raise PreconditionFailed(
+                f"{len(lost)} experts of model {model.name!r} have no home in host memory and lie on"
+                f" {', '.join(others)}: name that device as a peer, too, or raise host_cap_bytes"
+            )
 
     def _make(
         self,
@@ -329,7 +360,7 @@ class Manager:
         def slabs_max(device: str) -> int:
             return opening.arena_slabs_max(checked, self.ledger.devices[device].slab_bytes)
 
-        ranges = [new_range(RangeKind.ARENA, d, slabs_max(d)) for d in devices]
+        ranges = [opening.new_part(self.ledger, model_id, domain, checked, d) for d in devices]
         parts = [Part(r.range_id, r.device, self.ledger.devices[r.device].slab_bytes) for r in ranges]
         floor = self.options.floor_slots or checked.n_layers * checked.top_k
         first = self.ledger.devices[devices[0]].slab_bytes
@@ -359,7 +390,8 @@ class Manager:
             BatchItem(Kind.KIND_HEAT, model.model_id, page=session.heat[model.model_id].page, writable=True),
         ]
         for record in (model.weights, *model.ranges):
-            items += self._made(record)
+            if model.grants(session, record):
+                items += self._made(record)
         batch_id = session.add_batch(self.ledger.new_id(), items)
         homes = self._made(model.homes)
         return batch_id, session.add_batch(self.ledger.new_id(), homes) if homes else 0
@@ -413,12 +445,12 @@ class Manager:
         self.releases.take_back([i for r in records for i in r.slabs.values()], 0)
 
     def grant_added(self, model: Model, record: RangeRecord, placed: Sequence[Placed]) -> list[tuple[Session, int]]:
-        """Grants slabs that joined a shared range to the model's sessions; returns their batches.
+        """Grants slabs that joined a shared range to the sessions that map it; returns their batches.
 
         A session that leaves thousands of batches unacknowledged is ended.
         """
         batches = []
-        for session in list(model.sessions):
+        for session in model.sessions_with(record):
             items = [BatchItem(Kind.KIND_SLAB, record.range_id, p.index, p.slab_id) for p in placed]
             try:
                 batch_id = session.add_batch(self.ledger.new_id(), items)

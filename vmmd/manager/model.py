@@ -17,7 +17,7 @@ import structlog
 from strata_api.v1 import memory_pb2, pages
 
 from vmmd.core.generations import is_behind
-from vmmd.core.ledger import RangeRecord
+from vmmd.core.ledger import RangeKind, RangeRecord
 from vmmd.core.policy import Estimate
 from vmmd.core.residency import F64, NOWHERE, Arena
 from vmmd.driver import membarrier
@@ -73,6 +73,9 @@ class Model:
     heat: Estimate
     profile_key: str
     sessions: list[Session] = field(default_factory=list)
+    devices_of: dict[int, list[str]] = field(default_factory=dict)  # by session: those whose parts it maps
+    filled_s: dict[str, float] = field(default_factory=dict)  # by device: how long its part took to fill
+    refilling: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it gets slabs and fills empty slots
     figures: ModelFigures = field(default_factory=ModelFigures)
     filled_bytes: int = 0
     total_bytes: int = 0
@@ -114,11 +117,25 @@ class Model:
 
     # Sessions
 
-    def join(self, session: Session, page: HeatPage) -> None:
-        """A session reads it from now on, and counts its routing in `page`."""
+    def join(self, session: Session, page: HeatPage, devices: Sequence[str]) -> None:
+        """A session reads it from now on, with the parts on some devices, and counts its routing in `page`."""
         session.heat[self.model_id] = page
         self.sessions.append(session)
+        self.devices_of[session.session_id] = list(devices)
         self.heat.join(session.session_id, page.counts())
+
+    def grants(self, session: Session, record: RangeRecord) -> bool:
+        """Whether a session maps a range of this model: all but the parts on devices that it did not name."""
+        return record.kind is not RangeKind.ARENA or record.device in self.devices_of.get(session.session_id, ())
+
+    def sessions_with(self, record: RangeRecord) -> list[Session]:
+        """The sessions that map a range of this model."""
+        return [session for session in self.sessions if self.grants(session, record)]
+
+    def out_of_reach(self, session: Session) -> I64:
+        """Experts that a session cannot read: without a home, and on a device that it did not name."""
+        parts = [p for p, record in enumerate(self.ranges) if not self.grants(session, record)]
+        return np.flatnonzero(np.isin(self.arena.place[:, 0], parts) & ~self.arena.home_ready)
 
     def leave(self, session: Session) -> None:
         """The session reads it no more."""
@@ -126,6 +143,7 @@ class Model:
         self.heat.leave(session.session_id)
         session.heat.pop(self.model_id).page.close()
         self.sessions.remove(session)
+        del self.devices_of[session.session_id]
 
     def count_heat(self) -> bool:
         """Brings the arena's heat up to date; whether anything was routed since the last time."""

@@ -6,6 +6,7 @@ device are filled behind the client's first tokens (`vmmd.manager.homes`).
 
 import asyncio
 import time
+from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,13 @@ import structlog
 
 from vmmd.core import arbiter
 from vmmd.core.geometry import Geometry
-from vmmd.core.ledger import SessionRecord
-from vmmd.core.residency import NOWHERE, assign_classes, classes, slabs_needed
+from vmmd.core.ledger import Ledger, RangeKind, RangeRecord, SessionRecord
+from vmmd.core.residency import NOWHERE, Part, assign_classes, classes, slabs_needed
 from vmmd.errors import Exhausted, Unavailable, VmmError
 from vmmd.manager import filling
 from vmmd.manager.homes import Homes
 from vmmd.manager.model import Model
+from vmmd.manager.upkeep import wanted_slabs
 
 if TYPE_CHECKING:
     from vmmd.manager.manager import Manager
@@ -28,6 +30,14 @@ if TYPE_CHECKING:
 log = structlog.get_logger("vmmd.opening")
 
 I64 = npt.NDArray[np.int64]
+
+
+def new_part(ledger: Ledger, model_id: int, domain: str, geometry: Geometry, device: str) -> RangeRecord:
+    """An empty range, in the ledger, for a model's experts on a device."""
+    slabs_max = arena_slabs_max(geometry, ledger.devices[device].slab_bytes)
+    record = RangeRecord(ledger.new_id(), RangeKind.ARENA, device, domain, model_id, slabs_max)
+    ledger.add_range(record)
+    return record
 
 
 def arena_slabs_max(geometry: Geometry, slab_bytes: int) -> int:
@@ -58,6 +68,7 @@ async def run(manager: "Manager", model: Model, opener: SessionRecord, wait_s: f
         filling.publish_slots(model, experts, places)
         homes.slots_are_filled.set()
         slots_s = time.monotonic() - began
+        model.filled_s = {record.device: slots_s - provided_s for record in model.ranges}
         await asyncio.shield(homes.needed_are_ready)
         log.info(
             "model.filled",
@@ -85,6 +96,43 @@ async def run(manager: "Manager", model: Model, opener: SessionRecord, wait_s: f
         model.close()
         model.ready.set_exception(known)
         model.ready.exception()  # retrieved, should nobody wait
+
+
+async def extend(manager: "Manager", model: Model, devices: Sequence[str]) -> None:
+    """Parts on more devices for a model that is open, with the hottest experts that have no slot, from their homes.
+
+    A device without room gets an empty part, which fills when there is some. Never fails.
+    """
+    if {r.device for r in model.ranges}.issuperset(devices):
+        return
+    if model.background is not None:
+        await asyncio.wait([model.background])
+    async with model.refilling:
+        for device in devices:
+            if model.closed or any(record.device == device for record in model.ranges):
+                continue
+            began = time.monotonic()
+            record = new_part(manager.ledger, model.model_id, model.arena.domain, model.arena.geometry, device)
+            model.ranges.append(record)
+            model.arena.parts.append(Part(record.range_id, device, manager.ledger.devices[device].slab_bytes))
+            await _make_room(manager, model, len(model.ranges) - 1)
+            model.filled_s[device] = time.monotonic() - began
+            log.info("model.extended", model=model.model_id, device=device, s=round(model.filled_s[device], 3))
+
+
+async def _make_room(manager: "Manager", model: Model, part: int) -> None:
+    """Gives a part as many slabs as can be had and are wanted, and fills them."""
+    record = model.ranges[part]
+    while manager.placement.is_under_way(model):  # it ends, as `refilling` is held
+        await asyncio.sleep(0.001)
+    sizes = wanted_slabs(model.arena, part)
+    free = min(arbiter.free_for(manager.ledger, record.device, record.domain), manager.slabs.places(record))
+    if manager.waiting.is_wanted(record.device):
+        free = 0
+    if len(sizes) > free:
+        sizes = assign_classes(model.arena.geometry, model.arena.parts[part].slab_bytes, free)
+    await manager.upkeep.add_slabs(model, part, sizes)
+    await manager.upkeep.refill(model)
 
 
 async def _recall(manager: "Manager", model: Model) -> None:
@@ -199,8 +247,10 @@ def _place(model: Model) -> tuple[I64, I64]:
         pinned, others = of_class[~has_home[of_class]], of_class[has_home[of_class]]
         homeless += max(0, len(pinned) - len(places))
         hottest = others[np.argsort(-arena.heat[others], kind="stable")[: max(0, len(places) - len(pinned))]]
-        experts = np.concatenate((pinned[: len(places)], np.sort(hottest)))  # in their order, as in the file
-        found.append((experts, places[: len(experts)]))
+        experts = np.concatenate((pinned[: len(places)], hottest))
+        places = places[: len(experts)]
+        # the hottest on the first part, and on each part in their order, as in the file
+        found.append((experts[np.lexsort((experts, places[:, 0]))], places))
     if homeless:
         raise Exhausted(
             f"{homeless} experts of model {model.name!r} fit neither the device's cap nor the host's;"

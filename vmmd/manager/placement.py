@@ -91,7 +91,8 @@ class Placement:
     def _may(self, model: Model) -> bool:
         """Not while its slots wait for a stuck reader, nor before its empty ones are filled."""
         rate = self._manager.options.placement_bytes_per_s
-        return rate > 0 and model.movable and not model.stale and not model.releasing and not model.arena.can_refill()
+        waits = model.releasing or model.refilling.locked() or model.arena.can_refill()
+        return rate > 0 and model.movable and not model.stale and not waits
 
     def _pace(self, device: str) -> Pace:
         return self._paces.setdefault(device, Pace(self._manager.options.placement_bytes_per_s))

@@ -60,10 +60,11 @@ class Releases:
             revocation_id=revocation,
             deadline_ms=int(deadline_s * 1000),
         )
-        for session in model.sessions:
+        asked = model.sessions_with(model.ranges[trade.part])
+        for session in asked:
             session.revocations.add(revocation)
             session.send(memory_pb2.WatchEvent(epoch=self._manager.epoch, slabs_removed=removed))
-        if model.sessions:
+        if asked:
             self._lingering[revocation] = set(trade.slab_ids)
             trading.withhold(model, trade, revocation)
         return revocation
@@ -77,7 +78,7 @@ class Releases:
     async def revoke(self, model: Model, trade: ArenaTrade) -> list[int]:
         """Two phases: ask, wait for the memory to be let go, quarantine what is not. Returns what was destroyed."""
         deadline_s = self._manager.options.revoke_deadline_s
-        asked = list(model.sessions)
+        asked = model.sessions_with(model.ranges[trade.part])
         revocation = self.tell_removed(model, trade, deadline_s)
         until = time.monotonic() + deadline_s
         held = list(trade.slab_ids)

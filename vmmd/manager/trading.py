@@ -13,7 +13,7 @@ An expert that is unpublished is read from its home, so no step ever waits. An
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -104,12 +104,16 @@ async def _finish(model: Model, trade: ArenaTrade, generation: int) -> None:
 
 
 async def exchange(model: Model, chosen: Exchange) -> None:
-    """Lets experts take the slots of others, which are read from their homes from now on.
+    """Lets experts take the slots of others, or empty ones. Whoever leaves a slot is read from its home.
 
     Errors: `Stuck`, `VmmError`, `OSError`. The slots are empty then: at once, or when
     the stuck readers have moved on.
     """
     arena, slots = model.arena, chosen.slots
+    before = {tuple(slot) for slot in arena.place[chosen.outgoing].tolist()}
+    taken = {tuple(slot) for slot in slots.tolist()}
+    arena.reserve_all(_rows(taken - before))
+    left = _rows(before - taken)
     for expert in chosen.outgoing.tolist():
         arena.vacate(expert)
     model.point(chosen.outgoing)
@@ -117,15 +121,20 @@ async def exchange(model: Model, chosen: Exchange) -> None:
     model.working += 1
     try:
         await model.quiesce(generation, model.quiesce_deadline_s)
+        arena.release_all(left)
         await filling.fill(model, filling.slots(model, chosen.incoming, slots))
     except Stuck:
-        _release_later(model, slots, generation)
+        _release_later(model, np.concatenate((slots, left)), generation)
         raise
     except (VmmError, OSError):
         arena.release_all(filling.not_settled(model, chosen.incoming, slots))
         raise
     finally:
         model.working -= 1
+
+
+def _rows(slots: Set[tuple[int, ...]]) -> I64:
+    return np.array(sorted(slots), np.int64).reshape(-1, 3)
 
 
 def _busy_slots(model: Model, trade: ArenaTrade) -> I64:

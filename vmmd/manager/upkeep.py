@@ -135,15 +135,20 @@ class Upkeep:
 
     async def _give_back(self, model: Model) -> None:
         """Slabs that nobody needs go to the arena, filled with the hottest experts that are not there."""
-        for p, record in enumerate(model.ranges):
-            sizes = wanted_slabs(model.arena, p)
-            free = self._returnable(record)
-            sizes = sizes[: min(free, self._manager.slabs.places(record))]
-            try:
-                if sizes:
-                    await self._add_slabs(model, p, record, sizes)
-            except VmmError as error:
-                log.warning("arena.not_grown", model=model.model_id, slabs=len(sizes), why=error.message)
+        if model.refilling.locked():
+            return
+        async with model.refilling:
+            for p, record in enumerate(model.ranges):
+                sizes = wanted_slabs(model.arena, p)
+                sizes = sizes[: min(self._returnable(record), self._manager.slabs.places(record))]
+                self._manager.figures.returned(record.device, await self.add_slabs(model, p, sizes))
+            await self.refill(model)
+
+    async def refill(self, model: Model) -> None:
+        """Fills empty slots with the hottest experts that are missing. The model's `refilling` held.
+
+        Not while experts are exchanged, lest one come twice; exchanges end where slots are empty.
+        """
         try:
             while self._may_refill(model) and await filling.refill(model, REFILL_BYTES):
                 pass
@@ -151,7 +156,6 @@ class Upkeep:
             log.warning("model.refill_failed", model=model.model_id, why=str(error))
 
     def _may_refill(self, model: Model) -> bool:
-        """Not while experts are exchanged, lest one come twice; exchanges end where slots are empty."""
         return model.movable and not self._manager.placement.is_under_way(model)
 
     def _returnable(self, record: RangeRecord) -> int:
@@ -162,23 +166,29 @@ class Upkeep:
         roomy = self._no_room_s.get(record.device, long_ago) <= long_ago
         return returnable(self._manager.ledger, record, long_ago, roomy=roomy)
 
-    async def _add_slabs(self, model: Model, p: int, record: RangeRecord, sizes: list[int]) -> None:
-        manager = self._manager
-        granted = await manager.slabs.provide([arbiter.Request(record.range_id, len(sizes))], patient=False)
+    async def add_slabs(self, model: Model, part: int, sizes: list[int]) -> int:
+        """Gives a part a slab of each of these size classes; returns how many. The model's `refilling` held."""
+        manager, record = self._manager, model.ranges[part]
+        if not sizes:
+            return 0
+        try:
+            granted = await manager.slabs.provide([arbiter.Request(record.range_id, len(sizes))], patient=False)
+        except VmmError as error:
+            log.warning("arena.not_grown", model=model.model_id, slabs=len(sizes), why=error.message)
+            return 0
         if model.closed:
             manager.releases.take_back([x.slab_id for x in granted.placed], 0)
-            return
-        self._take_in(model, p, record, granted.placed, sizes)
+            return 0
+        self._take_in(model, part, granted.placed, sizes)
+        return len(sizes)
 
-    def _take_in(
-        self, model: Model, p: int, record: RangeRecord, placed: Sequence[Placed], sizes: Sequence[int]
-    ) -> None:
+    def _take_in(self, model: Model, part: int, placed: Sequence[Placed], sizes: Sequence[int]) -> None:
         """Slabs that an arena's range got become the arena's."""
+        record = model.ranges[part]
         for slab, slot_bytes in zip(placed, sizes, strict=True):
-            model.arena.add_slab(p, slab.index, slot_bytes)
+            model.arena.add_slab(part, slab.index, slot_bytes)
         self._manager.grant_added(model, record, placed)
-        self._manager.figures.returned(record.device, len(sizes))
-        log.info("arena.grown", model=model.model_id, slabs=len(sizes))
+        log.info("arena.grown", model=model.model_id, device=record.device, slabs=len(sizes))
 
     async def _rebalance(self, device: str) -> None:
         """A slab goes from an arena to another of its domain that it is worth much more to."""
@@ -196,7 +206,8 @@ class Upkeep:
             if model is None or model.closed:
                 manager.releases.take_back([placed.slab_id], 0)
                 return
-            self._take_in(model, model.ranges.index(record), record, [placed], [found.slot_bytes])
+            self._take_in(model, model.ranges.index(record), [placed], [found.slot_bytes])
+            manager.figures.returned(device, 1)
             self.wake()
         except (VmmError, Stuck) as error:
             log.warning("arena.not_rebalanced", device=device, why=str(error))
@@ -205,15 +216,19 @@ class Upkeep:
 
 
 def wanted_slabs(arena: Arena, part: int) -> list[int]:
-    """A size class for each slab more that an arena part could fill, the class with most missing heat first."""
+    """A size class for each slab more that an arena part could fill, the class with most missing heat first.
+
+    The first part, which is read fastest, wants what is on others, too.
+    """
     sizes: list[int] = []
-    empty = Counter[int]()
-    for slab in (slab for p in arena.parts for slab in p.slabs.values()):
+    wanted, empty = arena.missing, Counter[int]()
+    if part == 0:
+        wanted = wanted | (arena.place[:, 0] > 0)
+    for slab in (slab for p in (arena.parts if part else arena.parts[:1]) for slab in p.slabs.values()):
         empty[slab.slot_bytes] += slab.empty
-    for slot_bytes in arena.missing_classes():
-        missing = len(arena.hottest_missing(slot_bytes)) - empty[slot_bytes]
+    for slot_bytes, count in arena.wanted_by_class(wanted).items():
         per_slab = arena.parts[part].slab_bytes // slot_bytes
-        sizes += [slot_bytes] * -(-max(0, missing) // per_slab)
+        sizes += [slot_bytes] * -(-max(0, count - empty[slot_bytes]) // per_slab)
     return sizes
 
 

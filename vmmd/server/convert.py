@@ -8,6 +8,7 @@ from strata_api.v1 import admin_pb2, memory_pb2
 from vmmd.core.decisions import Decision
 from vmmd.core.geometry import Extent, Stack
 from vmmd.core.ledger import DeviceRecord, Ledger, RangeRecord
+from vmmd.driver.base import DeviceInfo
 from vmmd.manager.verify import Verification
 
 
@@ -23,7 +24,7 @@ def extents(message: memory_pb2.Extents) -> Iterable[Extent]:
         yield Extent(e.file, e.offset_bytes, e.length_bytes)
 
 
-def device(record: DeviceRecord) -> memory_pb2.Device:
+def device(record: DeviceRecord, info: DeviceInfo) -> memory_pb2.Device:
     """A device as a client sees it."""
     return memory_pb2.Device(
         uuid=record.uuid,
@@ -31,16 +32,17 @@ def device(record: DeviceRecord) -> memory_pb2.Device:
         slab_bytes=record.slab_bytes,
         cap_bytes=record.cap_bytes,
         is_host=record.is_host,
+        reached_by_uuids=sorted(info.reached_by),
     )
 
 
-def range_(ledger: Ledger, record: RangeRecord) -> memory_pb2.Range:
-    """A range to reserve addresses for."""
+def range_(ledger: Ledger, record: RangeRecord, *, granted: bool = True) -> memory_pb2.Range:
+    """A range to reserve addresses for; of none where it is not granted."""
     return memory_pb2.Range(
         range_id=record.range_id,
         device_uuid=record.device,
         slab_bytes=ledger.devices[record.device].slab_bytes,
-        slabs_max=record.slabs_max,
+        slabs_max=record.slabs_max if granted else 0,
     )
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from strata_api.v1 import memory_pb2, memory_pb2_grpc
 
@@ -40,7 +40,8 @@ class Memory(memory_pb2_grpc.MemoryServicer):
         self, request: memory_pb2.ListDevicesRequest, context: Context
     ) -> memory_pb2.ListDevicesReply:
         self._session(context)
-        devices = [convert.device(d) for d in self._manager.ledger.devices.values()]
+        records = self._manager.ledger.devices
+        devices = [convert.device(records[info.uuid], info) for info in self._manager.driver.devices()]
         return memory_pb2.ListDevicesReply(epoch=self._manager.epoch, devices=devices)
 
     @streaming
@@ -48,13 +49,15 @@ class Memory(memory_pb2_grpc.MemoryServicer):
         self, requests: AsyncIterator[memory_pb2.OpenModelRequest], context: Context
     ) -> AsyncIterator[memory_pb2.OpenModelEvent]:
         session = self._session(context)
-        model, shared = await self._open(session, requests)
+        model, shared, device_uuids = await self._open(session, requests)
+        resident = {r.device for r in model.ranges} if shared else set()
         while not model.ready.done():
             await asyncio.wait([model.ready], timeout=PROGRESS_S)
             if model.total_bytes:
                 progress = memory_pb2.Progress(filled_bytes=model.filled_bytes, total_bytes=model.total_bytes)
                 yield memory_pb2.OpenModelEvent(progress=progress)
         model.ready.result()
+        await self._manager.extend_model(session, model, device_uuids)
         if session.ended:
             raise LeaseRevoked("the session ended while it opened a model")
         ledger = self._manager.ledger
@@ -65,16 +68,22 @@ class Memory(memory_pb2_grpc.MemoryServicer):
                 model_id=model.model_id,
                 attachment=session.attachment(model),
                 weights=convert.range_(ledger, model.weights),
-                arena=[convert.range_(ledger, r) for r in model.ranges],
+                arena=[convert.range_(ledger, r, granted=model.grants(session, r)) for r in model.ranges],
                 homes=convert.range_(ledger, model.homes),
                 batch_id=batch_id,
                 homes_batch_id=homes_batch_id,
                 shared=shared,
+                filled_s=[0.0 if r.device in resident else model.filled_s.get(r.device, 0.0) for r in model.ranges],
             )
         )
 
-    async def _open(self, session: Session, requests: AsyncIterator[memory_pb2.OpenModelRequest]) -> tuple[Model, bool]:
-        """Reads a geometry and finds or makes its model, which may still be filling; whether it was there."""
+    async def _open(
+        self, session: Session, requests: AsyncIterator[memory_pb2.OpenModelRequest]
+    ) -> tuple[Model, bool, Sequence[str]]:
+        """Reads a geometry and finds or makes its model, which may still be filling.
+
+        Returns it, whether it was there, and the devices that it was asked for on.
+        """
         begin: memory_pb2.Begin | None = None
         stacks: list[geometry.Stack] = []
         weights: list[geometry.Extent] = []
@@ -109,9 +118,10 @@ class Memory(memory_pb2_grpc.MemoryServicer):
                     f"a model's name of {len(begin.name)} characters; at most {NAME_CHARACTERS_MAX} are possible"
                 )
             shape = begin.n_layers, begin.n_experts, begin.top_k
-            return await self._manager.open_model(
+            model, shared = await self._manager.open_model(
                 session, begin.files_id, begin.name, begin.device_uuids, shape, stacks, weights, begin.wait_ms / 1000
             )
+            return model, shared, begin.device_uuids
         finally:
             self._entries[uid] -= count
 

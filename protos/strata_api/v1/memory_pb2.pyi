@@ -21,18 +21,20 @@ class ListDevicesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Device(_message.Message):
-    __slots__ = ("uuid", "name", "slab_bytes", "cap_bytes", "is_host")
+    __slots__ = ("uuid", "name", "slab_bytes", "cap_bytes", "is_host", "reached_by_uuids")
     UUID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAP_BYTES_FIELD_NUMBER: _ClassVar[int]
     IS_HOST_FIELD_NUMBER: _ClassVar[int]
+    REACHED_BY_UUIDS_FIELD_NUMBER: _ClassVar[int]
     uuid: str
     name: str
     slab_bytes: int
     cap_bytes: int
     is_host: bool
-    def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., slab_bytes: _Optional[int] = ..., cap_bytes: _Optional[int] = ..., is_host: bool = ...) -> None: ...
+    reached_by_uuids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., slab_bytes: _Optional[int] = ..., cap_bytes: _Optional[int] = ..., is_host: bool = ..., reached_by_uuids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListDevicesReply(_message.Message):
     __slots__ = ("epoch", "devices")
@@ -141,7 +143,7 @@ class Range(_message.Message):
     def __init__(self, range_id: _Optional[int] = ..., device_uuid: _Optional[str] = ..., slab_bytes: _Optional[int] = ..., slabs_max: _Optional[int] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("epoch", "model_id", "attachment", "weights", "arena", "homes", "batch_id", "shared", "homes_batch_id")
+    __slots__ = ("epoch", "model_id", "attachment", "weights", "arena", "homes", "batch_id", "shared", "homes_batch_id", "filled_s")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +153,7 @@ class Opened(_message.Message):
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
     HOMES_BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    FILLED_S_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     model_id: int
     attachment: int
@@ -160,7 +163,8 @@ class Opened(_message.Message):
     batch_id: int
     shared: bool
     homes_batch_id: int
-    def __init__(self, epoch: _Optional[int] = ..., model_id: _Optional[int] = ..., attachment: _Optional[int] = ..., weights: _Optional[_Union[Range, _Mapping]] = ..., arena: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., homes: _Optional[_Union[Range, _Mapping]] = ..., batch_id: _Optional[int] = ..., shared: bool = ..., homes_batch_id: _Optional[int] = ...) -> None: ...
+    filled_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, epoch: _Optional[int] = ..., model_id: _Optional[int] = ..., attachment: _Optional[int] = ..., weights: _Optional[_Union[Range, _Mapping]] = ..., arena: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., homes: _Optional[_Union[Range, _Mapping]] = ..., batch_id: _Optional[int] = ..., shared: bool = ..., homes_batch_id: _Optional[int] = ..., filled_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class CloseModelRequest(_message.Message):
     __slots__ = ("model_id",)
