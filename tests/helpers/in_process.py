@@ -79,9 +79,11 @@ class Host:
     def limit_waiting(self, count: int) -> None:
         self.manager.options = dataclasses.replace(self.manager.options, waiting_per_user_max=count)
 
-    async def open(self, model: SmallModel, session: Session | None = None, device: str = "") -> Any:
+    async def open(
+        self, model: SmallModel, session: Session | None = None, device: str = "", more_devices: Sequence[str] = ()
+    ) -> Any:
         """Opens a model and waits until its homes are filled, too."""
-        opened = await self.begin(model, session, device)
+        opened = await self.begin(model, session, device, more_devices)
         if opened.background is not None:
             await asyncio.wait([opened.background])
         return opened
