@@ -17,7 +17,7 @@ from tests.helpers.peer import CELL, Admin, Remote, SmallModel, public_model
 from tests.helpers.require_gpu import require_gpu
 from vmmd.driver.cuda_calls import CONTEXT_IS_DEAD
 from vmmd.driver.host_memfd import HOST_UUID
-from vmmd.errors import DriverError, Exhausted
+from vmmd.errors import DriverError, Exhausted, NoDevice
 from vmmd.manager.upkeep import TICK_S
 
 OTHER_UID = 12345
@@ -239,6 +239,35 @@ def test_arena_over_two_gpus(machine: Machine, model: LargeModel, peer_access: s
             assert traded == 2
             assert admin.device(device).kv_bytes == (free + 2) * machine.slab_bytes
             assert one.ask("wrong_experts") == 0
+
+
+def test_clients_that_see_one_gpu_each(machine: Machine, model: LargeModel) -> None:
+    """Whatever CUDA_VISIBLE_DEVICES lets a client see, and in which order, it gets; for the rest it is told why not."""
+    if len(machine.uuids) < 2:
+        pytest.skip("this host has one GPU; the test needs two")
+    first, second = machine.uuids[:2]
+    slabs = model.weights_slabs(machine.slab_bytes) + model.slabs(machine.slab_bytes) // 2 + 1
+    with (
+        machine.daemon(config(more=cap(machine, slabs))) as daemon,
+        machine.client(daemon, visible=[0]) as one,
+        machine.client(daemon, visible=[1]) as other,
+        machine.client(daemon, visible=[1, 0]) as both,
+    ):
+        for client, mine, foreign, number in ((one, first, second, "1"), (other, second, first, "0")):
+            assert client.ask("choose", None) == [mine]
+            seen = f"does not see {foreign}; of the daemon's devices it sees [01]: {mine}"
+            for options in ((number,), (foreign,), (None, [number])):
+                with pytest.raises(NoDevice, match=seen):
+                    client.ask("choose", *options)
+        assert both.ask("choose", None, ["1"]) == [first, second]
+        assert both.ask("choose", "1", [first]) == [second, first]
+        one.ask("open", model, [first])
+        one.ask("wait_for_homes")
+        assert both.ask("open", model, [first, second]), "the model of the first, with a part on the second GPU"
+        on_first, on_second = both.ask("devices_of_experts")
+        assert on_first > 0 and on_second > 0
+        assert both.ask("wrong_experts") == 0
+        assert one.ask("wrong_experts") == 0, "what is on the other GPU it reads from the homes"
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from strata_api.v1 import memory_pb2, pages
 
 from strata_client.connection import raise_descriptor_limit
+from strata_client.devices import choose_device, choose_peers
 from strata_client.mapping import MappedRange, Place, Shape
 from strata_client.models.base import ExpertStack, WeightExtent
 from tests.helpers import fake_cuda
@@ -168,9 +169,12 @@ class Machine:
         finally:
             daemon.stop()
 
-    def client(self, daemon: Daemon, uid: int = 0) -> Remote:
-        """A client of the daemon in a process of its own."""
-        return Remote(daemon.directory, uid, kind=functools.partial(CudaClient, fake=self.fake))
+    def client(self, daemon: Daemon, uid: int = 0, visible: Sequence[int] | None = None) -> Remote:
+        """A client of the daemon in a process of its own, which sees these GPUs alone and in this order."""
+        fake, uuids = self.fake, None
+        if visible is not None:
+            fake, uuids = fake and {**fake, "visible": visible}, [self.uuids[i] for i in visible]
+        return Remote(daemon.directory, uid, kind=functools.partial(CudaClient, fake=fake, visible=uuids))
 
     def other_program(self, device: int = 0) -> Remote:
         """A process that uses a GPU without the daemon."""
@@ -213,16 +217,24 @@ class CudaClient(Client):
 
     models: list[Any]
 
-    def __init__(self, directory: str, fake: dict[str, Any] | None) -> None:
+    def __init__(self, directory: str, fake: dict[str, Any] | None, visible: Sequence[str] | None = None) -> None:
         if fake is not None:
             FakeCuda(**fake).install()
+        elif visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
         raise_descriptor_limit()
         super().__init__(directory)
         self._has_kernels = fake is None
-        self._first_gpu = self.session.devices()[0].uuid
+        self._first_gpu = choose_device(self.session.devices(), None).uuid
         self._mappers: dict[str, CudaMapper] = {}
         self._kernels: Kernels | None = None
         self._words: dict[int, U64] = {}
+
+    def choose(self, device: str | None, peer_devices: Sequence[str] = ()) -> list[str]:
+        """What `strata-client` would take for these options: the computing device and its peers."""
+        devices = self.session.devices()
+        chosen = choose_device(devices, device)
+        return [chosen.uuid, *(peer.device.uuid for peer in choose_peers(devices, chosen, peer_devices))]
 
     # Bytes
 

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -96,6 +96,7 @@ class FakeCuda:
         dirty: whether a new slab shows old bytes.
         salt: makes the GPUs others than those of another stand-in on this host.
         others: a directory, where what processes allocate beside slabs is seen by all that name it.
+        visible: which of the GPUs this process sees, in its order, as CUDA_VISIBLE_DEVICES says; None for all.
     """
 
     def __init__(
@@ -108,8 +109,10 @@ class FakeCuda:
         dirty: bool = False,
         salt: int = 0,
         others: str = "",
+        visible: Sequence[int] | None = None,
     ) -> None:
-        self.gpus, self.total_bytes, self.peers = gpus, total_bytes, peers
+        self.visible = list(range(gpus) if visible is None else visible)  # by this process's number
+        self.total_bytes, self.peers = total_bytes, peers
         self.host_memory, self.dirty = host_memory, dirty
         self.salt, self.others = salt, Path(others) if others else None
         self.calls: Counter[str] = Counter()
@@ -226,16 +229,17 @@ class FakeCuda:
     def _others_bytes(self, ordinal: int) -> int:
         if self.others is None:
             return 0
-        files = [path for path in self.others.glob(f"{ordinal}-*") if Path("/proc", path.name.split("-")[1]).exists()]
+        own = self.others.glob(f"{self.visible[ordinal]}-*")
+        files = [path for path in own if Path("/proc", path.name.split("-")[1]).exists()]
         return sum(path.stat().st_size for path in files)
 
     # Devices and contexts
 
     def cuInit(self, flags: int) -> None:
-        self._require(self.gpus, "CUDA_ERROR_NO_DEVICE")
+        self._require(self.visible, "CUDA_ERROR_NO_DEVICE")
 
     def cuDeviceGetCount(self) -> int:
-        return self.gpus
+        return len(self.visible)
 
     def cuDeviceGet(self, ordinal: int) -> int:
         return ordinal
@@ -244,7 +248,7 @@ class FakeCuda:
         return b"fake\0\0"
 
     def cuDeviceGetUuid(self, device: int) -> Any:
-        return SimpleNamespace(bytes=_uuid(device, self.salt).bytes)
+        return SimpleNamespace(bytes=_uuid(self.visible[device], self.salt).bytes)
 
     def cuDeviceGetAttribute(self, attribute: int, device: int) -> int:
         return 0 if attribute == 3 else 1
@@ -284,7 +288,8 @@ class FakeCuda:
         with self._lock:
             if kind == 1:
                 self._require(size <= self.total_bytes - self._used_bytes(number), "CUDA_ERROR_OUT_OF_MEMORY")
-            fd = os.memfd_create(f"fake-{kind}-{number}", os.MFD_CLOEXEC)
+            where = self.visible[number] if kind == 1 else number
+            fd = os.memfd_create(f"fake-{kind}-{where}", os.MFD_CLOEXEC)
             os.ftruncate(fd, size)
             if self.dirty:
                 os.pwrite(fd, b"old bytes", size // 2)
@@ -306,8 +311,10 @@ class FakeCuda:
     def cuMemImportFromShareableHandle(self, fd: int, kind: int) -> int:
         name = os.readlink(f"/proc/self/fd/{fd}").split("fake-")
         self._require(len(name) == 2)
-        location, number = name[1].split()[0].split("-")
-        return self._keep([os.dup(fd), os.fstat(fd).st_size, int(location), int(number)])
+        kind, where = map(int, name[1].split()[0].split("-"))
+        self._require(kind != 1 or where in self.visible)
+        number = self.visible.index(where) if kind == 1 else where
+        return self._keep([os.dup(fd), os.fstat(fd).st_size, kind, number])
 
     def cuMemGetAllocationPropertiesFromHandle(self, handle: int) -> Any:
         _, _, kind, number = self.handles[handle]
@@ -356,7 +363,7 @@ class FakeCuda:
         assert self.others is not None
         self._require(size <= self.total_bytes - self._used_bytes(context), "CUDA_ERROR_OUT_OF_MEMORY")
         self._next += 1
-        path = self.others / f"{context}-{os.getpid()}-{self._next}"
+        path = self.others / f"{self.visible[context]}-{os.getpid()}-{self._next}"
         with path.open("wb") as file:
             file.truncate(size)
         self.allocated[self._next] = path

@@ -56,7 +56,13 @@ def gpu_played_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def opened(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, *, gpu: bool, context: int = 256, conversation: str | None = None
+    daemon: Daemon,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    gpu: bool,
+    context: int = 256,
+    conversation: str | None = None,
+    peers: Sequence[str] = (),
 ) -> Iterator[Engine]:
     """An engine for micro.gguf, the host's own or a GPU's."""
     monkeypatch.setattr(engines, "is_gpu", lambda uuid: gpu)
@@ -66,6 +72,7 @@ def opened(
             Qwen3Moe(model_file), model_file, [daemon.directory], context=context, device=None, kv_type=None,
             conversation=conversation,
             say=lines.append, say_verbose=lines.append, signals=Signals(), progress=lambda done, total: None,
+            peer_devices=peers,
         ) as engine:  # fmt: skip
             yield engine
 
@@ -133,6 +140,22 @@ def test_the_same_bits_wherever_experts_are(monkeypatch: pytest.MonkeyPatch) -> 
         assert np.array_equal(logits_while_decoding(engine), resident)
         assert engine._table.in_host.any()
         assert not engine._table.in_host.all()
+
+
+def test_the_same_bits_with_experts_on_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits do not depend on what is on a peer, whose slots kernels read where they are, of prompts and decoding."""
+    slabs = "slab_bytes = 65536\n"
+    with running_daemon(slabs) as daemon, opened(daemon, monkeypatch, gpu=True) as engine:
+        resident = logits_while_decoding(engine)
+        device = daemon.status()["devices"][0]
+    cap_bytes = device["weights_bytes"] + device["experts_bytes"] // 2
+    lines = f"{slabs}cap_bytes = {cap_bytes}\nplacement_bytes_per_s = 0\n[host]\ndevices = 2\n"
+    lines += f'[[device]]\nuuid = "HOST-SIM-1"\ncap_bytes = {device["experts_bytes"] // 4}\n'
+    with running_daemon(lines) as daemon, opened(daemon, monkeypatch, gpu=True, peers=["1"]) as engine:
+        assert np.array_equal(logits_while_decoding(engine), resident)
+        memory = engine._opened.memory
+        assert [len(memory.experts_on(part)) for part in (0, 1)] == [2, 2], "a half, less what K/V took; and a quarter"
+        assert engine._table.in_host.sum() == 4
 
 
 def test_homes_are_mapped_behind_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,13 +77,27 @@ def test_a_slab_that_is_not_mapped_is_read_from_home() -> None:
     memory, table = _table(1, 9, sizes)
     memory.arena[0].mapped.remove(1)
     memory.entries[2] = pages.pack(pages.TIER_DEVICE, 1, 0, 0)
+    memory.entries[3] = pages.pack(pages.TIER_DEVICE, 2, 0, 0)  # a part that came later
     table.refresh()
     at_home = [bool(value) for value in table.in_host[0]]
-    assert at_home == [i == 2 or i % 3 == 1 for i in range(9)]
+    assert at_home == [i in (2, 3) or i % 3 == 1 for i in range(9)]
     memory.arena[0].mapped.add(1)
     memory.arena[0].changes += 1
     assert table.refresh()
-    assert np.flatnonzero(table.in_host[0]).tolist() == [2]
+    assert np.flatnonzero(table.in_host[0]).tolist() == [2, 3]
+
+
+def test_a_peers_slots_are_read_where_they_are() -> None:
+    """Experts on another device have addresses in its range, and count as on a GPU."""
+    sizes = (512, 512, 512)
+    memory, table = _table(1, 9, sizes)
+    memory.arena[1].mapped.update({0, 5})
+    memory.entries[[2, 7]] = pages.pack(pages.TIER_DEVICE, 1, 5, 3), pages.pack(pages.TIER_DEVICE, 1, 0, 1)
+    table.refresh()
+    for expert in (2, 7):
+        assert table.words[0, expert].tolist() == _expected(memory, int(memory.entries[expert]), sizes)
+    assert not table.in_host.any()
+    assert [memory.experts_on(part) for part in range(3)] == [[0, 1, 3, 4, 5, 6, 8], [2, 7], []]
 
 
 def test_homes_are_mapped_when_one_is_needed() -> None:

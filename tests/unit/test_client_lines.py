@@ -7,12 +7,8 @@ import pytest
 from strata_api.v1 import memory_pb2 as wire
 
 from strata_client.connection import NoDaemon, dial, runtime_directories
-from strata_client.devices import choose_device
 from strata_client.engine import growth_line, size_text
 from strata_client.main import ClientError, choose_context
-from vmmd.errors import NoDevice
-
-DEVICES = [wire.Device(uuid="HOST-SIM-0"), wire.Device(uuid="HOST-SIM-1"), wire.Device(uuid="HOST-RAM", is_host=True)]
 
 
 def test_growth_line_has_the_numbers_of_all_trades() -> None:
@@ -37,36 +33,6 @@ def test_growth_without_slots_has_no_line() -> None:
 def test_small_sizes_are_said_in_mib(size: int, text: str) -> None:
     """Below 0.01 GiB a size is given in MiB."""
     assert size_text(size) == text
-
-
-@pytest.mark.parametrize(
-    ("wanted", "found"),
-    [
-        (None, "HOST-SIM-0"),
-        ("HOST-SIM-1", "HOST-SIM-1"),
-        ("1", "HOST-SIM-1"),
-        ("HOST-R", "HOST-RAM"),
-        ("2", "HOST-RAM"),
-    ],
-)
-def test_device_by_uuid_prefix_or_index(wanted: str | None, found: str) -> None:
-    """A device is named by its UUID, a unique beginning of it, or its index."""
-    assert choose_device(DEVICES, wanted).uuid == found
-
-
-@pytest.mark.parametrize("wanted", ["GPU-00000000", "3", "-1", "HOST-SIM", "", "²"])
-def test_device_that_is_not_there_names_those_that_are(wanted: str) -> None:
-    """A wrong or ambiguous name is refused with the list of devices."""
-    with pytest.raises(NoDevice, match=r"0: HOST-SIM-0, 1: HOST-SIM-1, 2: HOST-RAM"):
-        choose_device(DEVICES, wanted)
-
-
-def test_gpus_are_chosen_as_other_devices() -> None:
-    """Without a wish the first that computes is taken, also a GPU; the host beside it can be asked for."""
-    devices = [wire.Device(uuid="GPU-1"), wire.Device(uuid="HOST-RAM", is_host=True)]
-    assert choose_device(devices, None).uuid == "GPU-1"
-    assert choose_device(devices, "GPU-").uuid == "GPU-1"
-    assert choose_device(devices, "HOST-RAM").uuid == "HOST-RAM"
 
 
 @pytest.mark.parametrize(

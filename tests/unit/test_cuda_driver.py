@@ -463,6 +463,8 @@ def test_access_of_other_gpus(stand: Stand, file: int, peers: bool, peer_access:
     """Others may touch a slab only where a path exists and it is wanted; bytes reach it all the same."""
     fake = stand.use(peers=peers)
     driver = make_driver(peer_access=peer_access)
+    others = {FIRST: {SECOND}, SECOND: {FIRST}} if len(expected) > 1 else {}
+    assert {info.uuid: set(info.reached_by) for info in driver.devices() if info.reached_by} == others
     slabs = [driver.create(uuid, PAGE_BYTES) for uuid in (FIRST, SECOND)]
     driver.fill([Copy(slabs[0], 0, PAGE_BYTES, FileSource(file, 0))])
     access = fake.access[slabs[0].handle.address]
