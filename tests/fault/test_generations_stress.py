@@ -100,6 +100,43 @@ def test_no_reader_ever_sees_another_experts_bytes_while_experts_are_exchanged(m
     assert after.resident > 40
 
 
+def test_no_reader_ever_sees_another_experts_bytes_on_two_devices(model: SmallModel) -> None:
+    """Nor while ranges on both devices grow and shrink and hot experts climb to the first.
+
+    One reader maps both devices; the other had the model open before there was a part on the second.
+    """
+    seconds = 10.0
+    devices = ["HOST-SIM-0", "HOST-SIM-1"]
+    config = CONFIG.replace("1MiB", "384KiB").replace("[host]", "[host]\ndevices = 2")
+    with running_daemon(config) as daemon, ExitStack() as stack:
+        solo, reader, mover = (stack.enter_context(Remote(daemon.directory)) for _ in range(3))
+        for peer, named in ((solo, devices[:1]), (reader, devices), (mover, devices)):
+            peer.ask("open", model, named)
+        for device in (0, 1):
+            mover.ask("create", device=device)
+        admin = stack.enter_context(Admin(daemon.directory))
+        wait_until(lambda: admin.status().models[0].resident == 55, 5, lambda: str(admin.status().models))
+        before = admin.status().models[0]
+        for seed, peer in enumerate((solo, reader)):
+            peer.tell("count_reads", seconds, seed)
+        until, n, traded = time.monotonic() + seconds, 0, [0, 0]
+        while time.monotonic() < until:
+            for at in (0, 1):
+                traded[at] += mover.ask("grow", 1 + (n + at) % 4, at=at)
+            mover.ask("heat", n % model.n_layers, [(n * 7 + i) % 16 for i in range(8)], 300)
+            time.sleep(0.05)
+            for at in (0, 1):
+                mover.ask("shrink", n % 2, at=at)
+            n += 1
+        found = [peer.answer(seconds + 60) for peer in (solo, reader)]
+        after = admin.status().models[0]
+        assert solo.ask("troubles") == reader.ask("troubles") == []
+    assert [wrong for _, _, wrong in found] == [[], []]
+    assert all(reads // 10 < on_device < reads for reads, on_device, _ in found)
+    assert min(traded) > 10
+    assert after.generation - before.generation > 100
+
+
 def test_a_client_that_hears_late_reads_no_slab_that_has_gone(model: SmallModel) -> None:
     """No slab comes where a session may still have another one mapped; once it has unmapped that, one does."""
     with running_daemon(CONFIG) as daemon, client(daemon.directory) as late, Admin(daemon.directory) as admin:
