@@ -49,7 +49,7 @@ true at every moment, also if the client is killed at that moment.
 
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Of the whole wire: broker, gRPC and these pages."""
 
 WORD_BYTES = 8

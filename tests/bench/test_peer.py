@@ -1,0 +1,175 @@
+"""How fast a model of Qwen3-30B-A3B's shape runs with a second GPU as a peer, each too small for its experts.
+
+Of two GPUs one holds about 20 % of the experts, and both hold about 65 %.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from strata_client.engine import open_engine
+from strata_client.models.gguf_file import open_model_file
+from strata_client.models.qwen3moe import Qwen3Moe
+from strata_client.output import Signals
+from strata_client.sampler import SamplerOptions
+from tests.bench.report import Row
+from tests.bench.test_decode import EXPERTS_GIB, REST_GIB, counts, write
+from tests.helpers.cuda_peer import GIB, Machine
+from tests.helpers.daemon import Daemon
+from tests.helpers.require_gpu import require_gpu
+
+pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(600)]
+
+TOKENS = 128
+WARMING = {False: 256, True: 512}
+"""Tokens before those that are timed, alone and with the peer: as many as make the hot experts known and bring them."""
+
+PROMPT = 16_399
+PROMPT_KV_GIB = 1.6
+PRIMARY_SHARE, PEER_SHARE = 0.20, 0.45
+TIMES_SOLO = {"0.5": 2.5, "0": 1.6}
+HOST_GB_PER_S = 55
+"""What a copy engine takes from host memory."""
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    """Two GPUs."""
+    require_gpu()
+    made = Machine.real()
+    if len(made.uuids) < 2:
+        pytest.skip("this host has one GPU; a peer needs two")
+    return made
+
+
+@pytest.fixture(scope="module", params=TIMES_SOLO)
+def skew(request: pytest.FixtureRequest) -> str:
+    """How much hotter some experts are than others."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model_path(machine: Machine, tmp_path_factory: pytest.TempPathFactory, skew: str) -> Iterator[Path]:
+    """18.5 GB of random weights."""
+    path = tmp_path_factory.mktemp("model") / "m30.gguf"
+    arguments = [str(path), "--mix", "q4_k_m", "--skew", skew]
+    subprocess.run([sys.executable, "-m", "tests.bench.make_random_gguf", *arguments], check=True)
+    yield path
+    path.unlink()
+
+
+def config(machine: Machine, caps_gib: tuple[float, float]) -> str:
+    """Lines of the configuration."""
+    lines = [f"host_cap_bytes = {40 * GIB}", "give_back_delay_s = 0.2"]
+    for uuid, cap_gib in zip(machine.uuids, caps_gib, strict=False):
+        lines += ["[[device]]", f'uuid = "{uuid}"', f"cap_bytes = {int(cap_gib * GIB)}"]
+    return "\n".join(lines) + "\n"
+
+
+@contextmanager
+def opened(
+    daemon: Daemon, path: Path, machine: Machine, context: int, *, peer: bool
+) -> Iterator[tuple[Any, list[str]]]:
+    """An engine on the first GPU, alone or with the second as its peer, and what it says."""
+    lines: list[str] = []
+    with (
+        open_model_file(str(path)) as model_file,
+        open_engine(
+            Qwen3Moe(model_file),
+            model_file,
+            [daemon.directory],
+            context=context,
+            device=machine.uuids[0],
+            kv_type=None,
+            say=lines.append,
+            say_verbose=lambda line: None,
+            signals=Signals(),
+            progress=lambda filled, total: None,
+            peer_devices=machine.uuids[1:2] if peer else [],
+        ) as engine,
+    ):
+        yield engine, lines
+    print(*lines, sep="\n")
+
+
+def warmed(engine: Any, warming: int) -> tuple[float, list[float]]:
+    """Tokens a second, and the share of their experts that was on the first GPU, the peer, and in host memory."""
+    engine.prepare(8)
+    engine.begin(list(range(8)), SamplerOptions(temperature=1, seed=1))
+    for _ in range(warming):
+        engine.next_token()
+        assert engine.has_room()
+    before, began = counts(engine), time.perf_counter()
+    for _ in range(TOKENS):
+        engine.next_token()
+        assert engine.has_room()
+    took_s = time.perf_counter() - began
+    routed = counts(engine) - before
+    on = [int(routed[engine._opened.memory.experts_on(part)].sum()) for part in (0, 1)]
+    shares = [n / routed.sum() for n in (*on, routed.sum() - sum(on))]
+    return TOKENS / took_s, [100 * float(share) for share in shares]
+
+
+def attach_gb_per_s(engine: Any) -> float:
+    """How fast the peer's part was filled from host slabs."""
+    memory = engine._opened.memory
+    sizes = engine.model.expert_sizes().reshape(-1, 3).sum(axis=1)
+    return float(np.sum(sizes[memory.experts_on(1)]) / engine._opened.filled_s[1] / 1e9)
+
+
+def test_decode(machine: Machine, model_path: Path, skew: str) -> None:
+    """Tokens a second alone, then with the peer, which is attached to the model that is open; K/V grows in both."""
+    rows, rates = [], {}
+    caps_gib = REST_GIB + PRIMARY_SHARE * EXPERTS_GIB, PEER_SHARE * EXPERTS_GIB
+    with machine.daemon(config(machine, caps_gib)) as daemon:
+        for peer in (False, True):
+            with opened(daemon, model_path, machine, 1024, peer=peer) as (engine, lines):
+                if peer:
+                    rate = attach_gb_per_s(engine)
+                    rows.append(Row("attaching the peer from host slabs", rate, "GB/s", "higher", 45, HOST_GB_PER_S))
+                rates[peer], shares = warmed(engine, WARMING[peer])
+                assert any("the expert cache gave" in line for line in lines), "K/V did not grow out of slots"
+            what = "with the peer" if peer else "alone"
+            rows.append(Row(f"decode {what}, skew {skew}", rates[peer], "tok/s", "higher"))
+            for where, share in zip(("the first GPU", "the peer", "host memory"), shares, strict=True):
+                rows.append(Row(f"{what}: routings to {where}", share, "%", "lower" if "host" in where else "higher"))
+    times = rates[True] / rates[False]
+    rows.append(Row(f"with the peer, times alone, skew {skew}", times, "times", "higher", TIMES_SOLO[skew]))
+    write(f"peer-decode-skew-{skew}", rows)
+
+
+def test_prompt(machine: Machine, model_path: Path, skew: str) -> None:
+    """A long prompt with the peer, against the same with all experts on one GPU."""
+    if skew != "0.5":
+        pytest.skip("one model is enough")
+    rates = {}
+    for peer in (False, True):
+        rest_gib = REST_GIB + PROMPT_KV_GIB
+        caps_gib = (rest_gib + PRIMARY_SHARE * EXPERTS_GIB, PEER_SHARE * EXPERTS_GIB) if peer else (100.0, 0.0)
+        with (
+            machine.daemon(config(machine, caps_gib)) as daemon,
+            opened(daemon, model_path, machine, PROMPT + 256, peer=peer) as (engine, _),
+        ):
+            tokens = [i * 7919 % 150000 for i in range(PROMPT)]
+            engine.prepare(PROMPT)
+            took_s = []
+            for _ in range(2):
+                engine.restart()
+                began = time.perf_counter()
+                engine.begin(tokens, SamplerOptions(temperature=0))
+                engine.next_token()
+                took_s.append(time.perf_counter() - began)
+            rates[peer] = PROMPT / min(took_s)
+    rows = [
+        Row("prompt of 16,399 tokens, all experts on one GPU", rates[False], "tok/s", "higher"),
+        Row("the same with the peer", rates[True], "tok/s", "higher"),
+        Row("with the peer, times all on one GPU", rates[True] / rates[False], "times", "higher", 0.9),
+    ]
+    write("peer-prompt", rows)
