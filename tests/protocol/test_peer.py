@@ -81,7 +81,7 @@ def test_experts_are_on_the_peers(daemon: Daemon) -> None:
 
 def test_a_cold_model_is_filled_on_both() -> None:
     """The first to open a model may name a peer: both are filled, and the line says so."""
-    with running_daemon(config()) as running:
+    with running_daemon("placement_bytes_per_s = 0\n" + config()) as running:
         done = running.generate(PROMPT, "--max-tokens", "1", "--peer-device", "2", "--stats", "--json")
         ((number, experts, how, primary, _, together, _),) = _peer_lines(done)
         assert (number, experts, primary, together) == (2, 24, 36, 60)
