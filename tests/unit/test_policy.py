@@ -83,9 +83,6 @@ def test_idle_and_unimportant_is_worth_less() -> None:
     base = SHIPPED.expert_worth(arena, 0.0, 0)
     np.testing.assert_allclose(SHIPPED.expert_worth(arena, SHIPPED.wanted_again_s, 0), base / 2)
     np.testing.assert_allclose(SHIPPED.expert_worth(arena, 0.0, 3), base * 8)
-    parked = SHIPPED.parked_worth(2.0, 0.0, 0)
-    assert SHIPPED.parked_worth(2.0, SHIPPED.wanted_again_s, 0) == pytest.approx(parked / 2)
-    assert SHIPPED.parked_worth(4.0, 0.0, 0) == pytest.approx(parked * 2)
 
 
 def test_what_leaves_counts_not_where_it_is() -> None:

@@ -6,8 +6,10 @@ of its users' priority:
 
 - to an arena: the heat of the experts that would leave with it times the cost of
   reading them from where they would then be
-- to an arena of a model that nobody uses at present, and to a parked conversation: the
-  same, or the cost of computing it again, times the chance of being wanted again
+- to an arena of a model that nobody uses at present: the same, times the chance of
+  being wanted again
+- to a parked conversation: less than to any arena, which serves every token. Its chance
+  of being wanted again falls with time, so the longest parked gives first
 - to a K/V range that asks: its need, which has no price. What a session has in use is
   never taken
 
@@ -71,9 +73,6 @@ class Policy(Protocol):
     def expert_worth(self, arena: Arena, idle_s: float, priority: int) -> F64:
         """What each expert ``[n]`` in a slot is worth; nobody has used the model for `idle_s`."""
 
-    def parked_worth(self, computing_s: float, idle_s: float, priority: int) -> float:
-        """What a conversation that took so long to compute is worth, parked since `idle_s`."""
-
     def pays(self, gain: float, loss: float) -> bool:
         """Whether a slab is worth so much more there than here that it should go."""
 
@@ -87,14 +86,12 @@ class Shipped:
         hold_s: see `Policy`.
         margin: by how much, as a share, a slab must be worth more where it goes.
         wanted_again_s: idle seconds after which the chance of being wanted again has halved.
-        token_s: a token's time at which worth by token and by second are compared.
     """
 
     half_life_tokens: float = 128.0
     hold_s: float = 5.0
     margin: float = 0.5
     wanted_again_s: float = 600.0
-    token_s: float = 0.02
     name: str = "shipped"
 
     def estimate(self, n: int, routed_per_token: int) -> Estimate:
@@ -103,10 +100,6 @@ class Shipped:
     def expert_worth(self, arena: Arena, idle_s: float, priority: int) -> F64:
         scale = self._chance(idle_s) * 2.0**priority
         return scale * heat.worth(arena.heat, arena.geometry.slot_bytes)
-
-    def parked_worth(self, computing_s: float, idle_s: float, priority: int) -> float:
-        # computed again once, if at all, within the time in which it is likely to be wanted
-        return self._chance(idle_s) * computing_s * self.token_s / self.wanted_again_s * 2.0**priority
 
     def pays(self, gain: float, loss: float) -> bool:
         return gain > loss * (1.0 + self.margin)

@@ -24,11 +24,9 @@ import os
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import structlog
 from strata_api.v1.names import conversation_problem
 
@@ -36,11 +34,11 @@ from vmmd.core import arbiter, decisions
 from vmmd.core.ledger import RangeKind, RangeRecord, SessionRecord, SlabState
 from vmmd.driver.base import Copy, SlabSource
 from vmmd.errors import Exhausted, InvalidRequest, LeaseRevoked, NotFound, PreconditionFailed, VmmError
-from vmmd.manager.files import FileIdentity
+from vmmd.manager.conversation import NO_TOKENS, Cells, Conversation, Key
 from vmmd.manager.model import Model
 from vmmd.manager.releases import HELD_DEADLINE_S
 from vmmd.manager.session import BatchItem, Kind, Session
-from vmmd.manager.shared import U64, TokenPage
+from vmmd.manager.shared import TokenPage
 
 if TYPE_CHECKING:
     from vmmd.manager.manager import Manager
@@ -54,53 +52,6 @@ LAYOUT_CHARACTERS_MAX = 100
 
 END_DEADLINE_S = 10.0
 """How long a process may take to end after its session: a GPU's context takes its time."""
-
-_NO_TOKENS = np.zeros(0, np.uint64)
-
-
-class Key(NamedTuple):
-    """Whose conversation, and which."""
-
-    domain: str
-    uid: int
-    name: str
-
-
-class Cells(NamedTuple):
-    """What a session asks for: cells are of use only where all of it is equal."""
-
-    model: tuple[tuple[FileIdentity, ...], str]  # its files and geometry: another model object may have them
-    device: str
-    cells_per_slab: int
-    layout: str
-
-
-@dataclass(eq=False)
-class Conversation:
-    """One of them. `page` is there from its opening until it has settled, `tokens` are while it is parked."""
-
-    key: Key
-    cells: Cells
-    model_name: str
-    record: RangeRecord  # on the device, or on the host while it is spilled
-    session: Session | None
-    page: TokenPage | None
-    tokens: U64 = field(default_factory=lambda: _NO_TOKENS)  # of the complete cells
-    task: "asyncio.Task[None] | None" = None  # settles or moves it
-
-    @property
-    def complete(self) -> int:
-        """How many cells hold what they should; by the client's word while there is a page."""
-        return len(self.tokens) if self.page is None else min(self.page.complete, _cells_with_memory(self.record))
-
-    @property
-    def state(self) -> str:
-        """One word for a person."""
-        if self.session is not None:
-            return "in use"
-        if self.task is not None:
-            return "settling" if self.page is not None else "moving"
-        return "parked" if self.record.device == self.cells.device else "spilled"
 
 
 class Opened(NamedTuple):
@@ -190,7 +141,7 @@ class Conversations:
                 await asyncio.wait([conversation.task])
                 _check_session(session)
                 continue
-            why = _difference(conversation, cells)
+            why = conversation.difference(cells)
             if why:
                 self._discard(conversation, why)
                 return None, why
@@ -209,7 +160,7 @@ class Conversations:
                 f"user {key.uid} has {limit} conversations in use, which is the limit"
                 " (conversations_per_user_max); end one first"
             )
-        page = TokenPage(cells_max, _NO_TOKENS)
+        page = TokenPage(cells_max, NO_TOKENS)
         try:
             kv = self._manager.kv
             record = kv.create(session, cells.device, model.model_id, cells.cells_per_slab, cells_max)
@@ -217,7 +168,8 @@ class Conversations:
             page.page.close()
             raise
         if len(theirs) >= limit:
-            self._discard(min(parked, key=_since), f"the user has {limit} conversations (conversations_per_user_max)")
+            oldest = min(parked, key=lambda c: c.parked_s)
+            self._discard(oldest, f"the user has {limit} conversations (conversations_per_user_max)")
         conversation = Conversation(key, cells, model.name, record, session, page)
         self._by_key[key] = self._by_range[record.range_id] = conversation
         return conversation
@@ -237,7 +189,7 @@ class Conversations:
         tokens = conversation.tokens[:cells_max]
         conversation.page = TokenPage(cells_max, tokens)
         ledger.adopt(record.range_id, session.session_id)
-        conversation.session, conversation.tokens = session, _NO_TOKENS
+        conversation.session, conversation.tokens = session, NO_TOKENS
         self._take_from_end(record, slabs_max, f"its session has room for {cells_max} cells")
         record.cells_max = cells_max
         record.slabs_max = max([slabs_max, *(i + 1 for i in record.slabs)])  # some may be on their way back
@@ -385,8 +337,7 @@ class Conversations:
         `asker` is the session that it comes back for: charged for it, and served in its turn.
         Errors of the task: `Exhausted`, `DriverError`, `LeaseRevoked`; it stays where it is.
         """
-        since_s = conversation.record.parked_s
-        assert since_s is not None
+        since_s = conversation.parked_s
         self._manager.ledger.unpark(conversation.record.range_id)
         return self._begin(conversation, partial(self._move, conversation, device, since_s, asker))
 
@@ -447,7 +398,7 @@ class Conversations:
         """Forgets one that no session uses, and frees its memory."""
         record = conversation.record
         del self._by_key[conversation.key], self._by_range[record.range_id]
-        conversation.session, conversation.tokens = None, _NO_TOKENS
+        conversation.session, conversation.tokens = None, NO_TOKENS
         if conversation.page is not None:
             conversation.page.page.close()
             conversation.page = None
@@ -499,28 +450,6 @@ def _check_session(session: Session) -> None:
 
 def _close(fd: int, _: object) -> None:
     os.close(fd)
-
-
-def _cells_with_memory(record: RangeRecord) -> int:
-    """Cells of a range from the first on without a gap."""
-    return record.hole() * record.cells_per_slab
-
-
-def _since(conversation: Conversation) -> float:
-    assert conversation.record.parked_s is not None
-    return conversation.record.parked_s
-
-
-def _difference(conversation: Conversation, asked: Cells) -> str:
-    """Why cells that are there are of no use; empty if they are."""
-    there = conversation.cells
-    if there.model != asked.model:
-        return f"what was left is of model {conversation.model_name!r}, or of a file that has changed since"
-    if there.device != asked.device:
-        return f"what was left is of device {there.device}"
-    if there != asked:
-        return f"what was left has other cells: {there.layout}"
-    return ""
 
 
 async def _ends(pidfd: int, timeout_s: float) -> bool:

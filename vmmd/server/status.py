@@ -14,7 +14,7 @@ from strata_api.v1 import admin_pb2, pages
 from vmmd.core import meters
 from vmmd.core.ledger import DeviceRecord, RangeKind, SlabState
 from vmmd.manager import Manager
-from vmmd.manager.conversations import Conversation
+from vmmd.manager.conversation import Conversation
 from vmmd.manager.figures import Growths
 from vmmd.manager.model import Model
 from vmmd.manager.session import Session
