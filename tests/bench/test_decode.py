@@ -183,3 +183,29 @@ def test_partly_resident(machine: Machine, model_path: Path, skew: str) -> None:
         rows.append(Row(f"{share:.0%}: experts in slots at the end", 100 * resident, "%", "higher"))
         rows.append(Row(f"{share:.0%}: hit rate", 100 * hits, "%", "higher"))
     write(f"decode-capped-skew-{skew}", rows)
+
+
+def test_growth_in_mid_sentence(machine: Machine, model_path: Path, skew: str) -> None:
+    """What a token takes longer for which K/V grows by a slab that experts give."""
+    if skew != "0.5":
+        pytest.skip("one model is enough")
+    config = f"cap_bytes = {int((REST_GIB + 0.75 * EXPERTS_GIB) * GIB)}\n"
+    with opened(machine, model_path, 8192, config) as engine:
+        engine.prepare(8)
+        engine.begin(list(range(8)), SamplerOptions(temperature=1, seed=1))
+        times_ms: dict[bool, list[float]] = {False: [], True: []}
+        while len(times_ms[True]) < 8:
+            cells, began = engine._kv.cells, time.perf_counter()
+            assert engine.has_room(), engine.refusal
+            engine.next_token()
+            times_ms[engine._kv.cells > cells].append((time.perf_counter() - began) * 1000)
+    usual = statistics.median(times_ms[False][WARMING:])
+    added = [took - usual for took in times_ms[True][1:]]  # the first reply brings more than a slab
+    write(
+        "decode-growth",
+        [
+            Row("a token for which K/V grows by a slab: added, median", statistics.median(added), "ms", "lower", 5),
+            Row("the largest of 7", max(added), "ms", "lower"),
+            Row("a token without", usual, "ms", "lower"),
+        ],
+    )
