@@ -14,6 +14,7 @@ from tests.helpers.in_process import SLAB_BYTES, Host, run
 from tests.helpers.peer import SLOT_BYTES, SmallModel, public_model
 from tests.unit.test_exchange import begin_step, check, end_step, exchange, route, until
 from vmmd.errors import NoDevice, PreconditionFailed
+from vmmd.manager.releases import TELL_AFTER_S
 from vmmd.manager.session import Session
 
 SLABS = 4  # of each device: one of weights on the first, so 3 and 4 of 5 slots: 15 and 20 of 64 experts
@@ -353,6 +354,7 @@ def test_slabs_of_a_part_concern_those_who_map_it(model: SmallModel) -> None:
             host.fetch((await host.manager.kv.grow(second, [(range_id, 16 * 2)])).batch_id, second)
             host.manager.options = replace(host.manager.options, give_back_delay_s=0.0)
             await host.manager.kv.shrink(second, range_id, 0)
+            await asyncio.sleep(2 * TELL_AFTER_S)
             host.manager.released(second, next(iter(second.revocations)))
             host.manager.upkeep._no_room_s.clear()
             await host.manager.upkeep._give_back(opened)

@@ -25,6 +25,9 @@ log = structlog.get_logger("vmmd.slabs")
 HELD_DEADLINE_S = 1.0
 """How long a slab that was given back, or whose client died, may still be held before it is quarantined."""
 
+TELL_AFTER_S = 0.01
+"""How long a client is not told yet what it need not unmap at once: it is waiting for the growth that took it."""
+
 LOOK_S = 2.0
 """Between looks at all processes for who holds what has been quarantined."""
 
@@ -60,10 +63,14 @@ class Releases:
             revocation_id=revocation,
             deadline_ms=int(deadline_s * 1000),
         )
+        event = memory_pb2.WatchEvent(epoch=self._manager.epoch, slabs_removed=removed)
         asked = model.sessions_with(model.ranges[trade.part])
         for session in asked:
             session.revocations.add(revocation)
-            session.send(memory_pb2.WatchEvent(epoch=self._manager.epoch, slabs_removed=removed))
+            if deadline_s:
+                session.send(event)
+            else:
+                asyncio.get_running_loop().call_later(TELL_AFTER_S, session.send, event)
         if asked:
             self._lingering[revocation] = set(trade.slab_ids)
             trading.withhold(model, trade, revocation)
