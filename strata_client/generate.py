@@ -11,6 +11,7 @@ from strata_client.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from strata_client.sampler import SamplerOptions
+    from strata_client.sequence import TokenSequence
 
 END, STOP, MAX_TOKENS, CONTEXT, NO_ROOM = "end", "stop", "max_tokens", "context", "no_room"
 """Why a text ended: an end token, a stop string, `--max-tokens`, the context, or refused memory."""
@@ -23,40 +24,19 @@ class Decoder(Protocol):
     seed make the same text, wherever and however it is computed.
 
     Attributes:
-        context: most cells the sequence may have.
-        position: cells filled with tokens that were given out before the last.
-        kept: tokens of the prompt whose cells were there already.
-        refusal: why memory for more cells was refused last; empty if it was not.
+        sequence: its cells. They are filled with the tokens that were given out before the last.
     """
 
     @property
-    def context(self) -> int: ...
-
-    @property
-    def position(self) -> int: ...
-
-    @property
-    def kept(self) -> int: ...
-
-    @property
-    def refusal(self) -> str: ...
-
-    def prepare(self, prompt_tokens: int) -> None:
-        """Makes room for a prompt. Errors: `Exhausted` or `Unavailable` if there is none."""
+    def sequence(self) -> "TokenSequence": ...
 
     def begin(self, prompt: Sequence[int], options: "SamplerOptions") -> None:
         """Evaluates what has no cells yet of the prompt, whose tokens count as seen for the repeat penalty."""
 
-    def has_room(self) -> bool:
-        """Whether there is a cell for the token given out last, so that another can follow it.
-
-        It asks for memory where that runs low; why there is none is in `refusal`.
-        """
-
     def next_token(self) -> int:
         """The next token: the first of the text, or the one after that given out last.
 
-        The caller has asked `has_room` before any but the first.
+        The caller has asked the sequence's `has_room` before any but the first.
         """
 
     def settle(self) -> None:
@@ -105,9 +85,9 @@ def generate(
     Errors: `Exhausted` (no room for the prompt), `LeaseRevoked`, `ModelError`
     (logits that are not finite), and whatever `emit` raises.
     """
-    began = time.monotonic()
+    sequence, began = engine.sequence, time.monotonic()
     with timings.stage("prefill"):
-        engine.prepare(len(prompt))
+        sequence.prepare(len(prompt))
         engine.begin(prompt, options)
     prompted = time.monotonic()
     stream = Utf8Stream()
@@ -128,10 +108,10 @@ def generate(
             break
         if tokens == 1:
             engine.settle()
-        if not engine.has_room():
-            full = engine.position >= engine.context
+        if not sequence.has_room():
+            full = sequence.position >= sequence.context
             reason = CONTEXT if full else NO_ROOM
-            detail = f"the context of {engine.context} cells is full" if full else engine.refusal
+            detail = f"the context of {sequence.context} cells is full" if full else sequence.refusal
             break
     # A character that a limit cut in two is left out; one that the model itself broke off is shown.
     rest = stops.feed(stream.flush()) if reason == END else ""
@@ -140,4 +120,4 @@ def generate(
         emit(None, rest)
     ended = time.monotonic()
     timings.add("decode", prompted, ended)
-    return Generation(len(prompt), engine.kept, tokens, reason, detail, prompted - began, ended - prompted)
+    return Generation(len(prompt), sequence.kept, tokens, reason, detail, prompted - began, ended - prompted)

@@ -307,8 +307,10 @@ def _stages(run: RunOptions, engine: "Engine") -> dict[str, Any]:
 
     if not run.stats:
         return {}
+    attached = engine.attached
     peers = [
-        {"device": peer.device.uuid, "read": "in place", "experts": engine.experts_on(peer)} for peer in engine.peers
+        {"device": peer.device.uuid, "read": "in place", "experts": attached.experts_on(peer)}
+        for peer in attached.peers
     ]
     return {"stages": timings.as_objects(timings.stages(), time.monotonic() - seconds_since_start()), "peers": peers}
 
@@ -319,8 +321,8 @@ def _say_stages(run: RunOptions, engine: "Engine") -> None:
     if run.stats and not run.as_json:
         for line in timings.as_lines(timings.stages(), time.monotonic() - seconds_since_start()):
             say(line)
-        for peer in engine.peers:
-            say(f"strata: {peer.device.uuid} is read in place and holds {engine.experts_on(peer)} experts")
+        for peer in engine.attached.peers:
+            say(f"strata: {peer.device.uuid} is read in place and holds {engine.attached.experts_on(peer)} experts")
 
 
 def _prompt_text(prompt: str | None, prompt_file: str | None) -> str:
@@ -359,6 +361,7 @@ def _opened(
     signals = Signals()
     signals.install()
     with timings.stage("imports"):
+        from strata_client.attached import attach
         from strata_client.connection import Asked, runtime_directories
         from strata_client.engine import open_engine
         from strata_client.model_cache import models_directory, open_model
@@ -382,8 +385,8 @@ def _opened(
                 say(line)
 
         with _progress() as progress:
-            engine = stack.enter_context(
-                open_engine(
+            attached = stack.enter_context(
+                attach(
                     model,
                     model_file,
                     runtime_directories(run.socket_path),
@@ -391,7 +394,6 @@ def _opened(
                     device=run.device,
                     peer_devices=run.peer_devices,
                     kv_type=run.kv_type,
-                    conversation=conversation,
                     asked=Asked(run.wait_s, run.kv_guarantee, run.kv_cap, run.priority),
                     say=say,
                     say_verbose=say_verbose,
@@ -399,6 +401,7 @@ def _opened(
                     progress=progress,
                 )
             )
+        engine = stack.enter_context(open_engine(attached, conversation))
         gc.freeze()  # of what the start made nothing becomes garbage
         gc.enable()
         yield engine, tokenizer, tokens

@@ -37,13 +37,13 @@ def perplexity(engine: Engine, tokens: Sequence[int], logits_file: IO[bytes] | N
     Errors: `ModelError` (logits that are not finite), `OSError` (the file), any `VmmError`.
     """
     if logits_file is not None:
-        header = {"descr": "<f4", "fortran_order": False, "shape": (len(tokens), engine.model.params.n_vocab)}
+        header = {"descr": "<f4", "fortran_order": False, "shape": (len(tokens), engine.attached.model.params.n_vocab)}
         np.lib.format.write_array_header_1_0(logits_file, header)
     total, predicted = 0.0, 0
-    for start in range(0, len(tokens), engine.context):
-        window = tokens[start : start + engine.context]
-        engine.restart()
-        engine.prepare(len(window))
+    for start in range(0, len(tokens), engine.sequence.context):
+        window = tokens[start : start + engine.sequence.context]
+        engine.sequence.restart()
+        engine.sequence.prepare(len(window))
         for at in range(0, len(window), CHUNK_TOKENS):
             chunk = window[at : at + CHUNK_TOKENS]
             logits = engine.step(chunk, prompt=True, all_logits=True)

@@ -10,7 +10,6 @@ import ctypes
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from strata_api.v1 import pages
@@ -20,6 +19,7 @@ from strata_kernels.launch import Kernels
 from strata_kernels.structs import Activation, KvCells, SampleOptions, Step
 
 from strata_client import timings
+from strata_client.attached import Attached
 from strata_client.engine import Engine
 from strata_client.gpu.address_table import AddressTable
 from strata_client.gpu.decoder import Decoder
@@ -28,9 +28,8 @@ from strata_client.gpu.prompt import LOGITS_TOKENS, STAGING_BYTES, Prompt
 from strata_client.gpu.streaming import ExpertStream
 from strata_client.models.base import F32, I32, ModelError
 from strata_client.sampler import SamplerOptions
-from strata_client.startup import Begun
+from strata_client.sequence import TokenSequence
 from vmmd.driver.cuda_calls import call
-from vmmd.errors import LeaseRevoked
 
 KV_TYPES = {"f16": structs.KV_F16, "bf16": structs.KV_BF16, "q8_0": structs.KV_Q8_0}
 KV_TYPE_DEFAULT = "f16"
@@ -54,28 +53,29 @@ def load(device_uuid: str, kv_type: str, types: Sequence[str]) -> tuple[Device, 
 
 
 class GpuEngine(Engine):
-    """A model, its memory and one sequence's K/V on a GPU. For one thread."""
+    """One sequence, on a GPU. For one thread."""
 
-    def __init__(self, *args: Any, kv_type: str, loaded: Begun[tuple[Device, Kernels]], **kwargs: Any) -> None:
-        """Takes what `Engine` does, what a K/V cell holds, and what `load` makes for that and the model.
+    def __init__(self, attached: Attached, sequence: TokenSequence) -> None:
+        """Takes what `Engine` does; `attached.kernels` are what `load` makes.
 
         Errors: `ModelError` where the kernels cannot run the model; `DriverError`; as `load`.
         """
-        super().__init__(*args, **kwargs)
-        model, memory, steps = self.model, self._opened.memory, self._opened.steps
+        super().__init__(attached, sequence)
+        assert attached.kernels is not None
+        model, memory, steps = attached.model, attached.opened.memory, attached.opened.steps
         params = model.params
         with timings.stage("wait for kernels"):
-            self._device, kernels = loaded.result()
+            self._device, kernels = attached.kernels.result()
         device = self._device
         device.make_current()
         steps.drain = device.synchronize
         cells = KvCells(
-            self._kv.range.address,
-            self._kv.range.slab_bytes,
-            self._kv.cells_per_slab,
+            sequence.kv.range.address,
+            sequence.kv.range.slab_bytes,
+            sequence.kv.cells_per_slab,
             params.n_kv_heads,
             params.head_dim,
-            KV_TYPES[kv_type],
+            KV_TYPES[attached.kv_type],
         )
         line = steps.line.ctypes.data
         page = bytes_at(line // _PAGE_BYTES * _PAGE_BYTES, _PAGE_BYTES)
@@ -113,19 +113,15 @@ class GpuEngine(Engine):
         self._computing: list[int] = []  # tokens whose cells are filled once the next token is read
         self._place(0)
 
-    def restart(self) -> None:
-        """Begins a new sequence in the same memory."""
-        super().restart()
-        self._place(0)
-
     def begin(self, prompt: Sequence[int], options: SamplerOptions) -> None:
         """Evaluates a prompt, at least one token, and takes how to choose those that follow it.
 
         Cells that hold its beginning already are kept. Errors: `LeaseRevoked`, `DriverError`.
         """
-        self._keep(prompt)
-        if self._pending or self._enqueued != self.kept:
-            self._place(self.kept)
+        sequence = self.sequence
+        sequence.keep(prompt)
+        if self._pending or self._enqueued != sequence.kept:
+            self._place(sequence.kept)
         seed = int.from_bytes(os.urandom(7)) if options.seed is None else options.seed % (1 << 64)
         how = SampleOptions(
             options.temperature,
@@ -138,36 +134,36 @@ class GpuEngine(Engine):
         )
         buffers, device = self._decoder.buffers, self._device
         device.upload(buffers["options"].value, np.frombuffer(bytearray(how), np.uint8))
-        seen = np.zeros(-(-self.model.params.n_vocab // 32) * 32, np.uint8)
+        seen = np.zeros(-(-self.attached.model.params.n_vocab // 32) * 32, np.uint8)
         seen[np.asarray(prompt)] = 1
         device.upload(buffers["seen"].value, np.packbits(seen, bitorder="little"))
-        rest = np.asarray(prompt[self.kept :], np.int32)
+        rest = np.asarray(prompt[sequence.kept :], np.int32)
         while len(rest) > self._prompt.tokens_max:
             self._enqueue_chunk(rest[: self._prompt.tokens_max], self._end)
             rest = rest[self._prompt.tokens_max :]
         self._pending.append(self._enqueue_chunk(rest, self._head, self._sample))
-        self.position = self._enqueued
-        self._computing = list(prompt[self.kept :])
+        sequence.position = self._enqueued
+        self._computing = list(prompt[sequence.kept :])
         self._last = None
 
     def next_token(self) -> int:
-        """The next token of the text. For each but the first, `has_room` is asked before.
+        """The next token of the text. For each but the first, the sequence's `has_room` is asked before.
 
         Errors: `LeaseRevoked`; `ModelError` if the logits are not finite; `DriverError`.
         """
         if self._last is not None:
-            self.position += 1
+            self.sequence.position += 1
             self._computing.append(self._last)
         if not self._pending:
             self._pending.append(self._enqueue_token(None))
         number = self._pending.popleft()
-        if self._enqueued < min(self._kv.cells, self.context):
+        if self._enqueued < self.sequence.cells:
             self._pending.append(self._enqueue_token(None))
         self._wait(number)
         token = int(self._decoder.ring[number % structs.RING_WORDS])
         if token == _NOT_FINITE:
             raise ModelError("the logits are not finite; the model file is damaged or needs more than float32")
-        self._transcript.add(self._computing)
+        self.sequence.transcript.add(self._computing)
         self._computing.clear()
         self._last = token
         return token
@@ -180,14 +176,14 @@ class GpuEngine(Engine):
 
         Errors: `LeaseRevoked` if the daemon has taken cells back; `DriverError`.
         """
-        if self._pending:
-            self._place(self.position)
+        if self._pending or self._enqueued != self.sequence.position:
+            self._place(self.sequence.position)
         width = LOGITS_TOKENS if prompt else 1
         rows = [self._logits_of(tokens[at : at + width], prompt) for at in range(0, len(tokens), width)]
         logits = np.concatenate(rows if all_logits else rows[-1:])
-        logits[:, self.model.params.n_tokens :] = -np.inf
-        self._transcript.add(tokens)
-        self.position = self._enqueued
+        logits[:, self.attached.model.params.n_tokens :] = -np.inf
+        self.sequence.transcript.add(tokens)
+        self.sequence.position = self._enqueued
         return logits if all_logits else logits[-1]
 
     def close(self) -> None:
@@ -198,7 +194,7 @@ class GpuEngine(Engine):
 
     def _logits_of(self, tokens: Sequence[int], prompt: bool) -> F32:
         """Evaluates up to `LOGITS_TOKENS` tokens of a prompt, or one as decoding does; logits `[n, n_vocab]`."""
-        logits = np.empty((len(tokens), self.model.params.n_vocab), np.float32)
+        logits = np.empty((len(tokens), self.attached.model.params.n_vocab), np.float32)
         if prompt:
             self._enqueue_chunk(np.asarray(tokens, np.int32), self._prompt.enqueue_logits, self._end)
             self._device.download(logits, self._prompt.logits)
@@ -232,28 +228,28 @@ class GpuEngine(Engine):
 
     def _enqueue(self, n: int, launch: Callable[[int], None], *, prompt: bool) -> int:
         """Publishes a step of n tokens and launches it; its number."""
-        self._signals.between_steps()
-        self._signals.hold()
+        signals, opened = self.attached.signals, self.attached.opened
+        signals.between_steps()
+        signals.hold()
         try:
-            number = self._opened.steps.publish()
+            number = opened.steps.publish()
             try:
                 self._update_table(number, n)
-                self._opened.memory.count(n, prompt=prompt)
+                opened.memory.count(n, prompt=prompt)
                 launch(number)
             except BaseException:
                 self._skip()
                 raise
         finally:
-            self._signals.release()
+            signals.release()
         call(self._device.cu.cuEventRecord, self._ended[number % len(self._ended)], self._device.stream)
         self._enqueued += n
-        self._opened.steps.count(n, self._enqueued)
+        opened.steps.count(n, self._enqueued)
         return number
 
     def _update_table(self, number: int, n: int) -> None:
         """Reads where experts are, for the step that was published. They stay there until it ends."""
-        if self._kv.cells < self._enqueued + n:
-            raise LeaseRevoked(f"the daemon took K/V back: {self._kv.cells} cells are left")
+        self.sequence.check_cells(self._enqueued + n)
         self._wait(number - _IN_FLIGHT_MAX)
         if self._table.refresh():
             place = number % len(self._tables)
@@ -272,7 +268,7 @@ class GpuEngine(Engine):
         self._device.synchronize()
         self._pending.clear()
         self._enqueued = position
-        self._set_step(int(self._opened.steps.line[pages.WORD_LAUNCHED]) + 1, position)
+        self._set_step(int(self.attached.opened.steps.line[pages.WORD_LAUNCHED]) + 1, position)
 
     def _set_step(self, number: int, position: int) -> None:
         """Lets what is enqueued next run as that step, in that cell."""

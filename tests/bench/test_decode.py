@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from strata_api.v1 import pages
 
+from strata_client.attached import attach
 from strata_client.engine import open_engine
 from strata_client.models.gguf_file import open_model_file
 from strata_client.models.qwen3moe import Qwen3Moe
@@ -71,46 +72,49 @@ def opened(machine: Machine, path: Path, context: int, config: str = "") -> Iter
     config = f"host_cap_bytes = {40 * GIB}\ngive_back_delay_s = 0.2\n{config}"
     with machine.daemon(config) as daemon, open_model_file(str(path)) as model_file:
         lines: list[str] = []
-        with open_engine(
-            Qwen3Moe(model_file),
-            model_file,
-            [daemon.directory],
-            context=context,
-            device=None,
-            kv_type=None,
-            say=lines.append,
-            say_verbose=lines.append,
-            signals=Signals(),
-            progress=lambda filled, total: None,
-        ) as engine:
+        with (
+            attach(
+                Qwen3Moe(model_file),
+                model_file,
+                [daemon.directory],
+                context=context,
+                device=None,
+                kv_type=None,
+                say=lines.append,
+                say_verbose=lines.append,
+                signals=Signals(),
+                progress=lambda filled, total: None,
+            ) as attached,
+            open_engine(attached) as engine,
+        ):
             yield engine
 
 
 def tokens_per_s(engine: Any, prompt: int, tokens: int = TOKENS) -> float:
     """Decodes after a prompt of so many tokens."""
-    engine.restart()
-    engine.prepare(prompt)
+    engine.sequence.restart()
+    engine.sequence.prepare(prompt)
     engine.begin([i * 7919 % 150000 for i in range(prompt)], SamplerOptions(temperature=0))
     engine.next_token()
     began = time.perf_counter()
     for _ in range(tokens):
-        assert engine.has_room()
+        assert engine.sequence.has_room()
         engine.next_token()
     return tokens / (time.perf_counter() - began)
 
 
 def warmed(engine: Any) -> tuple[float, float]:
     """Tokens a second, and the share of their experts that was in slots, after tokens that made the hot ones known."""
-    engine.restart()
-    engine.prepare(8)
+    engine.sequence.restart()
+    engine.sequence.prepare(8)
     engine.begin(list(range(8)), SamplerOptions(temperature=1, seed=1))
     for _ in range(WARMING):
         engine.next_token()
-        assert engine.has_room()
+        assert engine.sequence.has_room()
     before, began = counts(engine), time.perf_counter()
     for _ in range(TOKENS):
         engine.next_token()
-        assert engine.has_room()
+        assert engine.sequence.has_room()
     took_s = time.perf_counter() - began
     routed = counts(engine) - before
     return TOKENS / took_s, 1 - float((routed * engine._table.in_host.reshape(-1)).sum() / routed.sum())
@@ -119,7 +123,7 @@ def warmed(engine: Any) -> tuple[float, float]:
 def counts(engine: Any) -> Any:
     """How often each expert was routed to while decoding."""
     shape = engine._table.in_host.size
-    return engine._opened.memory.heat[pages.HEADER_WORDS : pages.HEADER_WORDS + shape].astype(np.int64)
+    return engine.attached.opened.memory.heat[pages.HEADER_WORDS : pages.HEADER_WORDS + shape].astype(np.int64)
 
 
 def kernel_times_us(engine: Any) -> list[tuple[str, int, float]]:
@@ -141,7 +145,7 @@ def kernel_times_us(engine: Any) -> list[tuple[str, int, float]]:
             device.synchronize()
             times.append(call(cu.cuEventElapsedTime, begin, end) * 1000)
         found.append((name, count, statistics.median(times)))
-    line = engine._opened.steps.line  # `sample` alone has retired steps that nobody launched
+    line = engine.attached.opened.steps.line  # `sample` alone has retired steps that nobody launched
     line[pages.WORD_RETIRED] = line[pages.WORD_LAUNCHED]
     return found
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from strata_client.attached import attach
 from strata_client.engine import open_engine
 from strata_client.models.gguf_file import open_model_file
 from strata_client.models.qwen3moe import Qwen3Moe
@@ -81,7 +82,7 @@ def opened(
     lines: list[str] = []
     with (
         open_model_file(str(path)) as model_file,
-        open_engine(
+        attach(
             Qwen3Moe(model_file),
             model_file,
             [daemon.directory],
@@ -93,7 +94,8 @@ def opened(
             signals=Signals(),
             progress=lambda filled, total: None,
             peer_devices=machine.uuids[1:2] if peer else [],
-        ) as engine,
+        ) as attached,
+        open_engine(attached) as engine,
     ):
         yield engine, lines
     print(*lines, sep="\n")
@@ -101,27 +103,27 @@ def opened(
 
 def warmed(engine: Any, warming: int) -> tuple[float, list[float]]:
     """Tokens a second, and the share of their experts that was on the first GPU, the peer, and in host memory."""
-    engine.prepare(8)
+    engine.sequence.prepare(8)
     engine.begin(list(range(8)), SamplerOptions(temperature=1, seed=1))
     for _ in range(warming):
         engine.next_token()
-        assert engine.has_room()
+        assert engine.sequence.has_room()
     before, began = counts(engine), time.perf_counter()
     for _ in range(TOKENS):
         engine.next_token()
-        assert engine.has_room()
+        assert engine.sequence.has_room()
     took_s = time.perf_counter() - began
     routed = counts(engine) - before
-    on = [int(routed[engine._opened.memory.experts_on(part)].sum()) for part in (0, 1)]
+    on = [int(routed[engine.attached.opened.memory.experts_on(part)].sum()) for part in (0, 1)]
     shares = [n / routed.sum() for n in (*on, routed.sum() - sum(on))]
     return TOKENS / took_s, [100 * float(share) for share in shares]
 
 
 def attach_gb_per_s(engine: Any) -> float:
     """How fast the peer's part was filled from host slabs."""
-    memory = engine._opened.memory
-    sizes = engine.model.expert_sizes().reshape(-1, 3).sum(axis=1)
-    return float(np.sum(sizes[memory.experts_on(1)]) / engine._opened.filled_s[1] / 1e9)
+    memory = engine.attached.opened.memory
+    sizes = engine.attached.model.expert_sizes().reshape(-1, 3).sum(axis=1)
+    return float(np.sum(sizes[memory.experts_on(1)]) / engine.attached.opened.filled_s[1] / 1e9)
 
 
 def test_decode(machine: Machine, model_path: Path, skew: str) -> None:
@@ -158,10 +160,10 @@ def test_prompt(machine: Machine, model_path: Path, skew: str) -> None:
             opened(daemon, model_path, machine, PROMPT + 256, peer=peer) as (engine, _),
         ):
             tokens = [i * 7919 % 150000 for i in range(PROMPT)]
-            engine.prepare(PROMPT)
+            engine.sequence.prepare(PROMPT)
             took_s = []
             for _ in range(2):
-                engine.restart()
+                engine.sequence.restart()
                 began = time.perf_counter()
                 engine.begin(tokens, SamplerOptions(temperature=0))
                 engine.next_token()

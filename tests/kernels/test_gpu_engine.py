@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from strata_client import engine as engines
+from strata_client import attached as attaching
+from strata_client.attached import attach
 from strata_client.engine import Engine, open_engine
 from strata_client.gpu import decoder, prompt, streaming
 from strata_client.gpu import engine as gpu_engine
@@ -65,33 +66,32 @@ def opened(
     peers: Sequence[str] = (),
 ) -> Iterator[Engine]:
     """An engine for micro.gguf, the host's own or a GPU's."""
-    monkeypatch.setattr(engines, "is_gpu", lambda uuid: gpu)
+    monkeypatch.setattr(attaching, "is_gpu", lambda uuid: gpu)
     with open_model_file(str(MICRO)) as model_file:
         lines: list[str] = []
-        with open_engine(
+        with attach(
             Qwen3Moe(model_file), model_file, [daemon.directory], context=context, device=None, kv_type=None,
-            conversation=conversation,
             say=lines.append, say_verbose=lines.append, signals=Signals(), progress=lambda done, total: None,
             peer_devices=peers,
-        ) as engine:  # fmt: skip
+        ) as attached, open_engine(attached, conversation) as engine:  # fmt: skip
             yield engine
 
 
 def text(engine: Engine, prompt_tokens: Sequence[int], n: int, options: SamplerOptions) -> list[int]:
     """The tokens that follow a prompt, of which nothing is kept."""
-    engine.restart()
+    engine.sequence.restart()
     return go_on(engine, prompt_tokens, n, options)
 
 
 def go_on(engine: Engine, prompt_tokens: Sequence[int], n: int, options: SamplerOptions) -> list[int]:
     """The tokens that follow a prompt, whose beginning may be there."""
-    engine.prepare(len(prompt_tokens))
+    engine.sequence.prepare(len(prompt_tokens))
     engine.begin(prompt_tokens, options)
     tokens = [engine.next_token()]
     while len(tokens) < n:
-        assert engine.has_room()
+        assert engine.sequence.has_room()
         tokens.append(engine.next_token())
-    assert engine._transcript.common([*prompt_tokens, *tokens]) == len(prompt_tokens) + n - 1
+    assert engine.sequence.transcript.common([*prompt_tokens, *tokens]) == len(prompt_tokens) + n - 1
     return tokens
 
 
@@ -123,8 +123,10 @@ def test_logits(monkeypatch: pytest.MonkeyPatch, prompt: bool) -> None:
         logits = []
         for gpu in (False, True):
             with opened(daemon, monkeypatch, gpu=gpu) as engine:
-                engine.prepare(len(tokens))
-                logits.append(engine.step(tokens, prompt=prompt, all_logits=True)[:, : engine.model.params.n_tokens])
+                engine.sequence.prepare(len(tokens))
+                logits.append(
+                    engine.step(tokens, prompt=prompt, all_logits=True)[:, : engine.attached.model.params.n_tokens]
+                )
         assert np.median(np.abs(logits[1] - logits[0])) < LOGITS_MEDIAN
 
 
@@ -153,7 +155,7 @@ def test_the_same_bits_with_experts_on_a_peer(monkeypatch: pytest.MonkeyPatch) -
     lines += f'[[device]]\nuuid = "HOST-SIM-1"\ncap_bytes = {device["experts_bytes"] // 4}\n'
     with running_daemon(lines) as daemon, opened(daemon, monkeypatch, gpu=True, peers=["1"]) as engine:
         assert np.array_equal(logits_while_decoding(engine), resident)
-        memory = engine._opened.memory
+        memory = engine.attached.opened.memory
         assert [len(memory.experts_on(part)) for part in (0, 1)] == [2, 2], "a half, less what K/V took; and a quarter"
         assert engine._table.in_host.sum() == 4
 
@@ -166,13 +168,13 @@ def test_homes_are_mapped_behind_the_first_token(monkeypatch: pytest.MonkeyPatch
         tokens = text(first, PROMPT, 12, SamplerOptions(temperature=0))
         with opened(daemon, monkeypatch, gpu=True) as engine:
             assert text(engine, PROMPT, 12, SamplerOptions(temperature=0)) == tokens
-            homes = engine._opened.memory.homes
+            homes = engine.attached.opened.memory.homes
             assert not homes.mapped
             engine.settle()
-            engine._opened.homes.begin().result()
+            engine.attached.opened.homes.begin().result()
             first.settle()  # the daemon may have had them all before it answered, too
-            first._opened.homes.begin().result()
-            wait_until(lambda: homes.mapped == first._opened.memory.homes.mapped, 10)
+            first.attached.opened.homes.begin().result()
+            wait_until(lambda: homes.mapped == first.attached.opened.memory.homes.mapped, 10)
             assert homes.mapped
             assert text(engine, PROMPT, 12, SamplerOptions(temperature=0)) == tokens
 
@@ -183,7 +185,7 @@ def test_checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_daemon(slabs) as daemon, opened(daemon, monkeypatch, gpu=True, context=1024) as engine:
         tokens = text(engine, PROMPT, 8, greedy)
         engine._device.synchronize()  # nothing runs by itself there
-        assert engine._grow(1024)
+        assert engine.sequence.grow(1024)
         device = daemon.status()["devices"][0]
     monkeypatch.setenv("STRATA_DEBUG", "1")
     checked: list[int] = []
@@ -203,7 +205,7 @@ def test_checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(checked) >= 8
         in_host = checked[-1]
         engine._device.synchronize()
-        assert engine._kv.cells < 1024 and engine._grow(1024), engine.refusal
+        assert engine.sequence.kv.cells < 1024 and engine.sequence.grow(1024), engine.sequence.refusal
         assert text(engine, PROMPT, 8, greedy) == tokens
         assert checked[-1] > in_host
         monkeypatch.setattr(AddressTable, "refresh", lambda table: False)  # a new table would mend it
@@ -217,7 +219,7 @@ def test_checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def logits_while_decoding(engine: Engine) -> F32:
     """Of a prompt and of tokens after it."""
-    engine.prepare(5 * len(PROMPT))
+    engine.sequence.prepare(5 * len(PROMPT))
     logits = [engine.step(PROMPT * 3, prompt=True, all_logits=True), engine.step(PROMPT, prompt=False, all_logits=True)]
     return np.concatenate(logits)
 
@@ -229,8 +231,8 @@ def test_a_conversation_goes_on(monkeypatch: pytest.MonkeyPatch, options: Sample
         with opened(daemon, monkeypatch, gpu=True) as engine:
             said = text(engine, PROMPT, 9, options)
             prompts = [[*PROMPT, *said, 3, 4], [*PROMPT, *said[:4], 3, 4]]
-            wanted = [(go_on(engine, prompt, 9, options), engine.kept) for prompt in prompts]
+            wanted = [(go_on(engine, prompt, 9, options), engine.sequence.kept) for prompt in prompts]
         assert [kept for _, kept in wanted] == [len(PROMPT) + 8, len(PROMPT) + 4]
         for prompt, expected in ((PROMPT, (said, 0)), *zip(prompts, wanted, strict=True)):
             with opened(daemon, monkeypatch, gpu=True, conversation="x") as engine:
-                assert (go_on(engine, prompt, 9, options), engine.kept) == expected
+                assert (go_on(engine, prompt, 9, options), engine.sequence.kept) == expected

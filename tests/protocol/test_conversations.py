@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
+from strata_client.attached import attach
 from strata_client.engine import Engine, open_engine
 from strata_client.main import DEFAULT_MODEL
 from strata_client.models.gguf_file import open_model_file
@@ -143,40 +145,44 @@ def test_the_same_bits_as_a_sequence_that_stayed(daemon: Daemon) -> None:
     with engine(daemon, None) as stays:
         said, _ = run(stays, prompt, 60)
         longer = [*prompt, *said, 8, 9, 10]
-        wanted, kept = run(stays, longer, 8)[1], stays.kept
+        wanted, kept = run(stays, longer, 8)[1], stays.sequence.kept
     with engine(daemon, "bits") as leaves:
         assert run(leaves, prompt, 60)[0] == said
     with engine(daemon, "bits") as comes_back:
         assert np.array_equal(run(comes_back, longer, 8)[1], wanted)
-        assert comes_back.kept == kept == 109
+        assert comes_back.sequence.kept == kept == 109
 
 
-def engine(daemon: Daemon, conversation: str | None) -> Any:
+@contextmanager
+def engine(daemon: Daemon, conversation: str | None) -> Iterator[Engine]:
     model_file = open_model_file(DEFAULT_MODEL)
-    return open_engine(
-        Qwen3Moe(model_file),
-        model_file,
-        [daemon.directory],
-        context=512,
-        device=None,
-        kv_type=None,
-        conversation=conversation,
-        say=lambda line: None,
-        say_verbose=lambda line: None,
-        signals=Signals(),
-        progress=lambda filled, total: None,
-    )
+    with (
+        attach(
+            Qwen3Moe(model_file),
+            model_file,
+            [daemon.directory],
+            context=512,
+            device=None,
+            kv_type=None,
+            say=lambda line: None,
+            say_verbose=lambda line: None,
+            signals=Signals(),
+            progress=lambda filled, total: None,
+        ) as attached,
+        open_engine(attached, conversation) as engine,
+    ):
+        yield engine
 
 
 def run(engine: Engine, prompt: list[int], n: int) -> tuple[list[int], Any]:
     """Tokens, and the logits that they were chosen from."""
-    engine.prepare(len(prompt))
+    engine.sequence.prepare(len(prompt))
     engine.begin(prompt, SamplerOptions(seed=3))
     tokens, logits = [], []
     for _ in range(n):
         tokens.append(engine.next_token())
         logits.append(engine._logits.copy())
-        assert engine.has_room()
+        assert engine.sequence.has_room()
     return tokens, np.array(logits)
 
 
@@ -333,7 +339,7 @@ def test_names_and_private_daemons(tmp_path: Path) -> None:
     assert line.startswith("strata-client: Invalid value for '--conversation': 'a/b' is no name")
     done = client("generate", PROMPT, "--conversation", "x", "--max-tokens", "1", "--socket", os.fspath(tmp_path))
     assert done.returncode == 0
-    assert done.stderr.decode().splitlines()[0].endswith("; started a private one; conversation x ends with it")
+    assert done.stderr.decode().splitlines()[1] == "strata: conversation x ends with the private daemon"
 
 
 @needs_root

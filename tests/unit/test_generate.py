@@ -15,9 +15,10 @@ OPTIONS = SamplerOptions(temperature=0)
 
 
 class Script:
-    """An engine that says what it was told to say, and notes what it is asked."""
+    """An engine and its sequence, that says what it was told to say, and notes what it is asked."""
 
     def __init__(self, text: Sequence[int], cells: int = 100, context: int = 100) -> None:
+        self.sequence = self
         self.context = context
         self.refusal = "the memory is used up"
         self.kept = 0

@@ -1,0 +1,246 @@
+"""A model that is attached at a daemon: what all sequences that run on it share."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from strata_api.v1 import memory_pb2 as wire
+from strata_api.v1 import pages
+
+from strata_client import timings
+from strata_client.connection import Asked, NoDaemon, raise_descriptor_limit
+from strata_client.devices import Peer, choose_device, choose_peers, is_gpu
+from strata_client.mapping import CellShape, Shape, choose_slab_bytes
+from strata_client.models.gguf_file import ModelFile
+from strata_client.models.qwen3moe import Qwen3Moe
+from strata_client.output import Signals
+from strata_client.sequence import Say, TokenSequence, size_text
+from strata_client.session import OpenedModel, Session
+from strata_client.startup import Begun
+from strata_client.transcript import Transcript
+from vmmd.errors import InvalidRequest, VmmError
+
+HOST_KV_TYPE = "f32"
+"""What a K/V cell holds on the host driver."""
+
+GPU_KV_TYPES = ("f16", "bf16", "q8_0")
+"""What one may hold on a GPU, the default first."""
+
+
+def load_decoder(device_uuid: str, kv_type: str, types: Sequence[str]) -> Any:
+    """A GPU with the kernels that `strata_client.gpu.engine` needs."""
+    from strata_client.gpu.engine import load  # loads CUDA, which clients on the host do without
+
+    return load(device_uuid, kv_type, types)
+
+
+class Attached:
+    """A model on leased memory, and what makes sequences of it. For one thread.
+
+    Attributes:
+        model: the model.
+        opened: its memory and steps.
+        context: most cells of a sequence.
+        kv_type: what a K/V cell holds.
+        peers: devices that hold experts for the computing one, which reads them where they are.
+        kernels: what `attach` was told to load for a GPU; None where the host computes.
+        signals: learns when a step runs.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3Moe,
+        session: Session,
+        opened: OpenedModel,
+        device: wire.Device,
+        cell: CellShape,
+        context: int,
+        *,
+        peers: Sequence[Peer],
+        kernels: Begun[Any] | None,
+        say: Say,
+        say_verbose: Say,
+        signals: Signals,
+    ) -> None:
+        """Takes what `attach` made."""
+        self.model = model
+        self.opened = opened
+        self.context = context
+        self.kv_type = cell.type
+        self.peers = peers
+        self.kernels = kernels
+        self.signals = signals
+        self._session = session
+        self._device = device
+        self._cell = cell
+        self._say = say
+        self._say_verbose = say_verbose
+
+    @contextmanager
+    def sequence(self, conversation: str | None = None) -> Iterator[TokenSequence]:
+        """A sequence whose memory is given back at the end; the cells of a conversation stay with the daemon.
+
+        Args:
+            conversation: name of the one to go on with, or to begin; None for a sequence that is not kept.
+
+        Errors: any `VmmError`.
+        """
+        session, model_id = self._session, self.opened.model_id
+        if conversation is None:
+            kv = session.create_kv(model_id, self._device, self._cell, self.context)
+            transcript = Transcript.private(self.context)
+        else:
+            resumed = session.open_conversation(conversation, model_id, self._device, self._cell, self.context)
+            kv, transcript = resumed.kv, Transcript(resumed.tokens)
+            if resumed.began_anew:
+                self._say(f"strata: conversation {conversation} begins anew: {resumed.began_anew}")
+            if session.is_private:
+                self._say(f"strata: conversation {conversation} ends with the private daemon")
+        try:
+            yield TokenSequence(session, kv, self.context, transcript, say=self._say, say_verbose=self._say_verbose)
+        finally:
+            if session.is_private:
+                pass  # its daemon leaves with all of it
+            elif conversation is None:
+                with suppress(VmmError):
+                    session.give_back(kv)
+            else:
+                try:
+                    session.park(kv)
+                except VmmError as error:
+                    self._say(f"strata: conversation {conversation} could not be kept: {error.message}")
+
+    def settle(self) -> None:
+        """Begins what the first token did not wait for: mapping the experts' homes, in a thread of its own."""
+        self.opened.homes.begin()
+
+    def experts_on(self, peer: Peer) -> int:
+        """Experts in slots of a peer now."""
+        memory = self.opened.memory
+        return len(memory.experts_on(memory.part_on(peer.device.uuid)))
+
+
+@contextmanager
+def attach(
+    model: Qwen3Moe,
+    model_file: ModelFile,
+    directories: Sequence[Path],
+    *,
+    context: int,
+    device: str | None,
+    kv_type: str | None,
+    asked: Asked = Asked(),  # noqa: B008  a tuple
+    say: Say,
+    say_verbose: Say,
+    signals: Signals,
+    progress: Callable[[int, int], None],
+    peer_devices: Sequence[str] = (),
+    load: Callable[[str, str, Sequence[str]], Any] = load_decoder,
+) -> Iterator[Attached]:
+    """Opens a model at the daemon in one of `directories`, or at a private one, and gives everything back at the end.
+
+    Args:
+        model: the model of `model_file`, whose descriptors are lent to the daemon.
+        directories: runtime directories to look in.
+        context: most cells of a sequence.
+        device: what a user calls the device; None for the first.
+        kv_type: what a K/V cell shall hold; None for what suits the device.
+        asked: what the session asks of a daemon that it shares.
+        say: takes lines for the user; `say_verbose` those for the curious.
+        signals: learns what is to be abandoned, and when a step runs.
+        progress: called with bytes filled and bytes to fill.
+        peer_devices: what a user calls those that shall hold experts which the device has no room for.
+        load: loads a GPU's kernels, by its UUID, the type of K/V cells and those of tensors, in a thread of its own
+            while the model is opened and mapped.
+
+    Errors: any `VmmError`.
+    """
+    raise_descriptor_limit()
+    params = model.params
+    cell = CellShape(params.n_layers, params.n_kv_heads, params.head_dim)
+    weights = model.weight_extents()
+    try:
+        with timings.stage("connect"):
+            session = Session.connect(directories, asked)
+    except NoDaemon:
+        slots = [
+            pages.slot_layout(*model.expert_bytes(layer, expert))[3]
+            for layer in range(params.n_layers)
+            for expert in range(params.n_experts)
+        ]
+        other_bytes = sum(extent.length_bytes for extent in weights) + context * cell.size_bytes
+        with timings.stage("start a daemon"):
+            session = Session.private(choose_slab_bytes(slots, other_bytes, cell.size_bytes))
+        say(f"strata: no daemon at {directories[0]}; started a private one")
+    try:
+        signals.abandon = session.abandon
+        devices = session.devices()
+        chosen = choose_device(devices, device)
+        peers = choose_peers(devices, chosen, peer_devices)
+        cell = cell._replace(type=choose_kv_type(kv_type, chosen.uuid))
+        kernels = None
+        if is_gpu(chosen.uuid):
+            kernels = Begun("kernels", lambda: load(chosen.uuid, cell.type, model.type_names()))
+        begin = wire.Begin(
+            name=str(model_file.metadata.get("general.name") or Path(model_file.files[0].path).name),
+            device_uuids=[chosen.uuid, *(peer.device.uuid for peer in peers)],
+            n_layers=params.n_layers,
+            n_experts=params.n_experts,
+            top_k=params.top_k,
+        )
+        shape = Shape(params.n_layers, params.n_experts, weights, model.expert_bytes)
+        fds = [part.fd for part in model_file.files]
+        opened = session.open_model(begin, fds, model.stacks(), shape, progress)
+        signals.is_idle = lambda: opened.steps.idle
+        say_verbose(
+            f"strata: device {chosen.uuid}, {size_text(chosen.slab_bytes)} a slab, arena "
+            f"{'shared' if opened.shared else 'filled'}: {size_text(opened.memory.arena_bytes(0))} of experts on it"
+        )
+        for line in peer_lines(peers, opened, shape):
+            say(line)
+        yield Attached(
+            model,
+            session,
+            opened,
+            chosen,
+            cell,
+            context,
+            peers=peers,
+            kernels=kernels,
+            say=say,
+            say_verbose=say_verbose,
+            signals=signals,
+        )
+    finally:
+        for trouble in session.troubles:
+            say_verbose(f"strata: {trouble}")
+        session.close()
+
+
+def choose_kv_type(asked: str | None, device_uuid: str) -> str:
+    """What K/V cells hold on a device. Errors: `InvalidRequest` if it cannot be what was asked for."""
+    choices = GPU_KV_TYPES if is_gpu(device_uuid) else (HOST_KV_TYPE,)
+    if asked not in (None, *choices):
+        where = "on a GPU" if is_gpu(device_uuid) else "in the host's memory, and others need a GPU"
+        raise InvalidRequest(f"--kv-type {asked}: device {device_uuid} has {', '.join(choices)} {where}")
+    return asked or choices[0]
+
+
+def peer_lines(peers: Sequence[Peer], opened: OpenedModel, shape: Shape) -> Iterator[str]:
+    """What each peer holds, and together with the computing device and the peers before it."""
+    total, n_experts = shape.n_layers * shape.n_experts, shape.n_experts
+    primary = len(opened.memory.experts_on(0))
+    others = 0
+    for peer in peers:
+        part = opened.memory.part_on(peer.device.uuid)
+        experts = opened.memory.experts_on(part)
+        size_bytes = sum(pages.slot_layout(*shape.expert_bytes(*divmod(e, n_experts)))[3] for e in experts)
+        filled_s = opened.filled_s[part]
+        yield (
+            f"strata: peer GPU {peer.number}: {len(experts)} experts, {size_text(size_bytes)} "
+            f"({f'filled in {filled_s:.1f} s' if filled_s else 'resident already'}); with the primary's {primary} "
+            f"{f'and {others} on other peers ' if others else ''}that is {primary + others + len(experts)} of {total} "
+            "on the GPUs"
+        )
+        others += len(experts)

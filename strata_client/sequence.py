@@ -1,0 +1,130 @@
+"""One sequence of tokens in elastic K/V cells: what they hold, how many are filled, and how they grow."""
+
+from collections.abc import Callable, Sequence
+
+from strata_api.v1 import memory_pb2 as wire
+
+from strata_client.mapping import KVRange
+from strata_client.session import Session
+from strata_client.transcript import Transcript
+from vmmd.errors import Exhausted, LeaseRevoked, Unavailable
+
+CELLS_AHEAD = 256
+"""Cells beyond the prompt that are asked for at its start."""
+
+CELLS_LOW = 64
+"""With fewer cells left, decoding asks for more."""
+
+_RETRY_CELLS = 16
+
+Say = Callable[[str], None]
+
+
+class TokenSequence:
+    """A sequence's cells. An engine evaluates its tokens; several may share one model. For one thread.
+
+    Attributes:
+        kv: the cells' range.
+        transcript: of which tokens the cells are.
+        context: most cells the sequence may have.
+        position: cells filled.
+        kept: tokens of the prompt whose cells were there when it began.
+        refusal: why the last growth was refused; empty if it was not.
+    """
+
+    def __init__(
+        self, session: Session, kv: KVRange, context: int, transcript: Transcript, *, say: Say, say_verbose: Say
+    ) -> None:
+        """Takes a range, with or without memory."""
+        self.kv = kv
+        self.transcript = transcript
+        self.context = context
+        self.position = 0
+        self.kept = 0
+        self.refusal = ""
+        self._session = session
+        self._say = say
+        self._say_verbose = say_verbose
+        self._ask_again_at = 0
+
+    @property
+    def cells(self) -> int:
+        """Cells there is memory for, at most the context."""
+        return min(self.kv.cells, self.context)
+
+    def restart(self) -> None:
+        """Begins a new sequence in the same memory."""
+        self.transcript.cut(0)
+        self.position = self._ask_again_at = 0
+
+    def keep(self, prompt: Sequence[int]) -> None:
+        """Goes on after the cells that hold a prompt's beginning; its last token has to be evaluated in any case."""
+        self.kept = self.position = self.transcript.common(prompt[:-1])
+        self.transcript.cut(self.kept)
+        self._ask_again_at = 0
+
+    def check_cells(self, cells: int) -> None:
+        """Errors: `LeaseRevoked` if there is no memory for so many cells, which there was."""
+        if self.kv.cells < cells:
+            raise LeaseRevoked(f"the daemon took K/V back: {self.kv.cells} cells are left")
+
+    def prepare(self, prompt_tokens: int) -> None:
+        """Makes room for a prompt and, if there is any, for what follows it.
+
+        Errors: `Exhausted` or `Unavailable` if there is no room for the prompt.
+        """
+        wanted = min(self.context, prompt_tokens + CELLS_AHEAD)
+        if self.grow(wanted) or self.kv.cells >= prompt_tokens:
+            return
+        if not self.grow(prompt_tokens, wait=True):
+            raise Exhausted(f"no room for the K/V of a prompt of {prompt_tokens} tokens: {self.refusal}")
+
+    def has_room(self) -> bool:
+        """Whether one more token fits; asks for more memory well before none does.
+
+        A refusal is in `refusal`; the sequence goes on with what it has.
+        """
+        left = self.kv.cells - self.position
+        if left < CELLS_LOW and self.kv.cells < self.context and (left <= 0 or self.position >= self._ask_again_at):
+            self._ask_again_at = self.position + _RETRY_CELLS
+            self.grow(min(self.context, self.kv.cells + max(self.kv.cells_per_slab, CELLS_LOW)), wait=left <= 0)
+        return self.position < self.cells
+
+    def grow(self, cells: int, *, wait: bool = False) -> bool:
+        """Grows to at least `cells` cells; whether there are so many now. `wait`: as `Session.grow`."""
+        if self.kv.cells >= cells:
+            return True
+        try:
+            reply = self._session.grow(self.kv, cells, wait=wait)
+        except (Exhausted, Unavailable, LeaseRevoked) as error:
+            self.refusal = error.message
+            self._say_verbose(f"strata: K/V stays at {self.kv.cells} cells: {error.message}")
+            return False
+        self.refusal = ""
+        line = growth_line(self.kv.cells, self.kv.size_bytes, reply.trades)
+        if line:
+            self._say(line)
+        else:
+            size = size_text(self.kv.size_bytes)
+            self._say_verbose(f"strata: K/V grown to {self.kv.cells} cells ({size}) from {reply.free_slabs} free slabs")
+        return True
+
+
+def growth_line(cells: int, size_bytes: int, trades: Sequence[wire.Trade]) -> str:
+    """The log line of a growth to which experts' slots were given; empty if none were."""
+    slots = sum(trade.slots for trade in trades)
+    if not slots:
+        return ""
+    moved = sum(trade.experts_moved for trade in trades)
+    occupied = sum(trade.slots_occupied for trade in trades)
+    total = sum(trade.slots_total for trade in trades)
+    return (
+        f"strata: K/V grown to {cells} cells ({size_text(size_bytes)}); the expert cache gave {slots} slots for it, "
+        f"{moved} hotter experts moved to colder ones' slots ({occupied} of {total} slots hold experts)"
+    )
+
+
+def size_text(size_bytes: int) -> str:
+    """A size in GiB, below 0.01 GiB in MiB."""
+    gib = size_bytes / (1 << 30)
+    return f"{gib:.2f} GiB" if gib >= 0.01 else f"{size_bytes / (1 << 20):.2f} MiB"
