@@ -195,14 +195,15 @@ def test_growth_in_mid_sentence(machine: Machine, model_path: Path, skew: str) -
         pytest.skip("one model is enough")
     config = f"cap_bytes = {int((REST_GIB + 0.75 * EXPERTS_GIB) * GIB)}\n"
     with opened(machine, model_path, 8192, config) as engine:
-        engine.prepare(8)
+        sequence = engine.sequence
+        sequence.prepare(8)
         engine.begin(list(range(8)), SamplerOptions(temperature=1, seed=1))
         times_ms: dict[bool, list[float]] = {False: [], True: []}
         while len(times_ms[True]) < 8:
-            cells, began = engine._kv.cells, time.perf_counter()
-            assert engine.has_room(), engine.refusal
+            cells, began = sequence.kv.cells, time.perf_counter()
+            assert sequence.has_room(), sequence.refusal
             engine.next_token()
-            times_ms[engine._kv.cells > cells].append((time.perf_counter() - began) * 1000)
+            times_ms[sequence.kv.cells > cells].append((time.perf_counter() - began) * 1000)
     usual = statistics.median(times_ms[False][WARMING:])
     added = [took - usual for took in times_ms[True][1:]]  # the first reply brings more than a slab
     write(

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from strata_client.attached import attach
 from strata_client.engine import Engine, open_engine
 from strata_client.main import DEFAULT_MODEL
 from strata_client.models.gguf_file import open_model_file
@@ -128,10 +129,10 @@ def test_the_same_text_while_slots_trade(machine: Machine) -> None:
     config = f"host_cap_bytes = {4 * GIB}\ncap_bytes = {12 * MIB}\ngive_back_delay_s = 0.05\n"
     machine = replace(machine, slab_bytes=2 * MIB)
     with machine.daemon(config) as daemon, open_model_file(DEFAULT_MODEL) as model_file:
-        with open_engine(
+        with attach(
             Qwen3Moe(model_file), model_file, [daemon.directory], context=512, device=None, kv_type=None,
             say=print, say_verbose=print, signals=Signals(), progress=lambda filled, total: None,
-        ) as engine:  # fmt: skip
+        ) as attached, open_engine(attached) as engine:  # fmt: skip
             quiet = text(engine)
             with Remote(daemon.directory, kind=functools.partial(LibraryEngine, fake=None)) as other:
                 other.ask("lease", 0, 4)
@@ -154,12 +155,13 @@ def test_the_same_text_while_slots_trade(machine: Machine) -> None:
 
 def text(engine: Engine, n: int = 300) -> list[int]:
     """Tokens that follow a prompt; nothing is kept."""
-    engine.restart()
-    engine.prepare(16)
+    sequence = engine.sequence
+    sequence.restart()
+    sequence.prepare(16)
     engine.begin(list(range(100, 116)), SamplerOptions(temperature=3, top_k=0, top_p=1, min_p=0, seed=1))
     tokens = [engine.next_token()]
     while len(tokens) < n:
-        assert engine.has_room(), engine.refusal
+        assert sequence.has_room(), sequence.refusal
         tokens.append(engine.next_token())
     return tokens
 
