@@ -69,7 +69,7 @@ class GpuEngine(Engine):
         device = self._device
         device.make_current()
         steps.drain = device.synchronize
-        cells = KvCells(
+        self._cells = KvCells(
             sequence.kv.range.address,
             sequence.kv.range.slab_bytes,
             sequence.kv.cells_per_slab,
@@ -83,7 +83,7 @@ class GpuEngine(Engine):
         heat = device.register(memory.heat) + pages.HEADER_WORDS * pages.WORD_BYTES
         with timings.stage("graph"):
             self._decoder = Decoder(
-                device, kernels, model, memory, cells, retired, heat,
+                device, kernels, model, memory, self._cells, retired, heat,
                 in_place=lambda: Kernels([SOURCES / "decode_in_place.cu"], model.type_names()),
             )  # fmt: skip
             self._decoder.capture()
@@ -98,7 +98,7 @@ class GpuEngine(Engine):
             )
         with timings.stage("prompt kernels"):
             self._prompt = Prompt(
-                device, kernels, model, memory, cells, table=buffers["table"].value,
+                device, kernels, model, memory, attached.kv_type, table=buffers["table"].value,
                 heat=heat + params.n_layers * params.n_experts * pages.WORD_BYTES,
                 h=Activation.at(buffers["h"].value, params.d_model),
                 stream=ExpertStream(device, model.expert_sizes(), STAGING_BYTES),
@@ -219,7 +219,7 @@ class GpuEngine(Engine):
         """Enqueues a chunk of a prompt and what shall follow it, the last of which ends the step; its number."""
 
         def launch(number: int) -> None:
-            self._prompt.enqueue(tokens, self._enqueued, self._table)
+            self._prompt.enqueue(tokens, self._enqueued, self._cells, self._table)
             self._set_step(number, self._enqueued + len(tokens) - 1)
             for end in ends:
                 end()

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from strata_kernels import prompt as shapes
-from strata_kernels import structs
 from strata_kernels.attention import (
     STORE_THREADS,
     PromptArguments,
@@ -40,8 +39,6 @@ LOGITS_TOKENS = 64
 
 TOKENS_IN_PLACE = 8
 """Up to so many tokens, experts in host slabs are read where they lie: few of them are wanted at all."""
-
-KV_NAMES = {structs.KV_F16: "f16", structs.KV_BF16: "bf16", structs.KV_Q8_0: "q8_0"}
 
 STAGING_BYTES = 128 << 20
 """For experts in host slabs, unless more are asked for."""
@@ -93,7 +90,7 @@ class Prompt:
         kernels: Kernels,
         model: Qwen3Moe,
         memory: ClientMemory,
-        kv: KvCells,
+        kv_type: str,
         *,
         table: int,
         heat: int,
@@ -108,7 +105,7 @@ class Prompt:
             kernels: `SOURCES`, compiled for the model's types.
             model: checked; its weights and experts are mapped in `memory`.
             memory: of the model.
-            kv: the sequence's cells.
+            kv_type: what a K/V cell holds: "f16", "bf16" or "q8_0".
             table: address of the address table on the device, as decode has it.
             heat: address of the heat page's prompt counts, uint64 `[n_layers, n_experts]`, for kernels.
             h: what `head` takes; holds the last token's row after a chunk.
@@ -121,7 +118,7 @@ class Prompt:
         self._device = device
         self._model = model
         self._weights = Weights(model, memory)
-        self._kv = kv
+        self._kv_type = kv_type
         self._table = table
         self._heat = heat
         self._stream = stream
@@ -167,7 +164,7 @@ class Prompt:
             buffers["rope"], self._launches.position, ctypes.c_double(params.rope_freq_base),
             ctypes.c_double(params.rope_scale), params.head_dim,
         )  # fmt: skip
-        self._arguments: list[StoreArguments | PromptArguments] = []  # that hold n and position
+        self._arguments: list[StoreArguments | PromptArguments] = []  # that hold n, position and cells
         self._attention = [self._prepare_attention(layer) for layer in range(params.n_layers)]
         self._mixture = [self._prepare_mixture(layer) for layer in range(params.n_layers)]
         self._last = self._launches.prepare(
@@ -175,12 +172,13 @@ class Prompt:
             buffers["x"], weights.vector("output_norm.weight"), h, self._launches.n, params.d_model,
         )  # fmt: skip
 
-    def enqueue(self, tokens: I32, position: int, table: AddressTable) -> None:
-        """Enqueues a chunk.
+    def enqueue(self, tokens: I32, position: int, cells: KvCells, table: AddressTable) -> None:
+        """Enqueues a chunk of a sequence.
 
         Args:
             tokens: int32 `[n]`, 1 to `tokens_max`; may change at once.
             position: cell of the first; the cells before it are filled, and there is memory for all.
+            cells: the sequence's, of the type that this was made for; another chunk may be of another sequence.
             table: where experts are, for the step that was published; its words are on the device.
 
         Errors: `InvalidRequest`, `DriverError`.
@@ -196,7 +194,7 @@ class Prompt:
         self._launches.resize(n)
         self._launches.position.value = position
         for arguments in self._arguments:
-            arguments.n, arguments.position = n, position
+            arguments.n, arguments.position, arguments.cells = n, position, cells
         self._embed()
         self._rope()
         for layer, (attention, mixture) in enumerate(zip(self._attention, self._mixture, strict=True)):
@@ -265,11 +263,11 @@ class Prompt:
         store = StoreArguments(
             qkv.value, qkv.value + 4 * d_attention, qkv.value + 4 * (d_attention + k.rows),
             weights.vector(blk + "attn_q_norm.weight").value, weights.vector(blk + "attn_k_norm.weight").value,
-            buffers["rope"].value, turned, self._kv, d_qkv, layer, params.n_heads, 0, 0, params.rms_eps,
+            buffers["rope"].value, turned, KvCells(), d_qkv, layer, params.n_heads, 0, 0, params.rms_eps,
         )  # fmt: skip
-        attend = PromptArguments(turned, attended, self._kv, layer, params.n_heads, 0, 0)
+        attend = PromptArguments(turned, attended, KvCells(), layer, params.n_heads, 0, 0)
         self._arguments += [store, attend]
-        shape = attend_prompt_shape(KV_NAMES[self._kv.type], params.head_dim)
+        shape = attend_prompt_shape(self._kv_type, params.head_dim)
         rows = HalfRows.unscaled(buffers["halves"].value, params.d_model)
         prepare, n = self._launches.prepare_tiles, self._launches.n
         return [

@@ -10,11 +10,12 @@ import pytest
 from strata_api.v1 import pages
 from strata_kernels.compiler import SOURCES
 from strata_kernels.reference import matmul, rms_norm, router
-from strata_kernels.structs import KV_BF16, KV_F16, KV_Q8_0, Activation, KvCells
+from strata_kernels.structs import Activation, KvCells
 
 from strata_client.gpu import decoder, streaming
 from strata_client.gpu.address_table import AddressTable
-from strata_client.gpu.prompt import KV_NAMES, Prompt
+from strata_client.gpu.engine import KV_TYPES
+from strata_client.gpu.prompt import Prompt
 from strata_client.gpu.streaming import ExpertStream
 from strata_client.models import qwen3moe
 from strata_client.models.base import F32, I32
@@ -31,7 +32,7 @@ from vmmd.errors import InvalidRequest
 MICRO = DATA / "micro.gguf"
 SHIPPED = Path(streaming.__file__).parent.parent / "data" / "tiny-IQ3_S.gguf"
 CELLS_PER_SLAB = 48
-ERRORS = {KV_F16: 2e-3, KV_BF16: 1e-2, KV_Q8_0: 2e-2}
+ERRORS = {"f16": 2e-3, "bf16": 1e-2, "q8_0": 2e-2}
 
 
 def array_at(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -72,7 +73,7 @@ class PlacedModel:
 class Run:
     """A model on a GPU that the host plays, for so many tokens."""
 
-    def __init__(self, path: Path, rng: np.random.Generator, tokens_max: int, n_cells: int, kv_type: int) -> None:
+    def __init__(self, path: Path, rng: np.random.Generator, tokens_max: int, n_cells: int, kv_type: str) -> None:
         model_file = open_model_file(str(path))
         self.model = Qwen3Moe(model_file)
         params = self.model.params
@@ -80,11 +81,16 @@ class Run:
         self.memory = FileMemory(model_file, self.model)
         self.placed = PlacedModel(self.model, self.memory)
         self.device = HostDevice(rng)
-        names = ("prompt_matmul", "prompt_route", "prompt_rows", "store_kv", f"attend_{KV_NAMES[kv_type]}")
+        names = ("prompt_matmul", "prompt_route", "prompt_rows", "store_kv", f"attend_{kv_type}")
         kernels = HostKernelSet(self.device, [SOURCES / f"{name}.cu" for name in names])
         slab_bytes = CELLS_PER_SLAB * params.n_layers * 2 * params.n_kv_heads * params.head_dim * 2 + 4096
-        self._slabs = HostBuffer(slab_bytes * -(-n_cells // CELLS_PER_SLAB))
-        cells = KvCells(self._slabs.address, slab_bytes, CELLS_PER_SLAB, params.n_kv_heads, params.head_dim, kv_type)
+        self._slabs = [HostBuffer(slab_bytes * -(-n_cells // CELLS_PER_SLAB)) for _ in range(2)]
+        self._cells = [
+            KvCells(
+                slabs.address, slab_bytes, CELLS_PER_SLAB, params.n_kv_heads, params.head_dim, KV_TYPES[kv_type]
+            )
+            for slabs in self._slabs
+        ]  # fmt: skip
         self._table = HostBuffer(self.placed.words.nbytes)
         self._last = HostBuffer(Activation.size_bytes(params.d_model))
         self._heat = HostBuffer(8 * self.placed.in_host.size)
@@ -93,15 +99,15 @@ class Run:
         slot_bytes = pages.slot_layout(*map(int, sizes[0, 0]))[3]
         self._stream = ExpertStream(cast(Any, self.device), sizes, 2 * 3 * slot_bytes)
         self.prompt = Prompt(
-            cast(Any, self.device), cast(Any, kernels), self.model, cast(Any, self.placed), cells,
+            cast(Any, self.device), cast(Any, kernels), self.model, cast(Any, self.placed), kv_type,
             table=self._table.address, heat=self._heat.address, h=Activation.at(self._last.address, params.d_model),
             stream=self._stream, tokens_max=tokens_max,
         )  # fmt: skip
 
-    def chunk(self, tokens: I32, position: int) -> F32:
-        """The rows after all layers, float32 `[n, d_model]`."""
+    def chunk(self, tokens: I32, position: int, sequence: int = 0) -> F32:
+        """The rows after all layers, float32 `[n, d_model]`, of a chunk of one of two sequences."""
         self.device.upload(self._table.address, self.placed.words)
-        self.prompt.enqueue(tokens, position, cast(AddressTable, self.placed))
+        self.prompt.enqueue(tokens, position, self._cells[sequence], cast(AddressTable, self.placed))
         self.device.synchronize()
         return array_at(self.prompt.buffers["x"].value, (len(tokens), self.model.params.d_model), np.float32)
 
@@ -152,15 +158,15 @@ def least_margin(run: Run, token: I32, monkeypatch: pytest.MonkeyPatch) -> float
 @pytest.mark.parametrize(
     "path, chunks, kv_type",
     [
-        (MICRO, (1, 33, 5, 70), KV_F16),
-        (MICRO, (64, 9), KV_BF16),
-        (MICRO, (20, 9), KV_Q8_0),
-        (SHIPPED, (12,), KV_F16),
+        (MICRO, (1, 33, 5, 70), "f16"),
+        (MICRO, (64, 9), "bf16"),
+        (MICRO, (20, 9), "q8_0"),
+        (SHIPPED, (12,), "f16"),
     ],
     ids=["micro", "micro-bf16", "micro-q8_0", "tiny"],
 )
 def test_prompt(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, path: Path, chunks: tuple[int, ...], kv_type: int
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, path: Path, chunks: tuple[int, ...], kv_type: str
 ) -> None:
     """Chunks of any sizes leave the rows that the reference has, count heat once, and read experts from anywhere.
 
@@ -194,7 +200,7 @@ def test_prompt(
 def test_same_bits_wherever_experts_are(rng: np.random.Generator) -> None:
     """Rows do not depend on where experts are, nor on the tokens that share a tile with them."""
     n = 11
-    run = Run(MICRO, rng, 2 * n, 3 * n, KV_F16)
+    run = Run(MICRO, rng, 2 * n, 3 * n, "f16")
     tokens = rng.integers(0, run.model.params.n_tokens, n).astype(np.int32)
     wanted = run.chunk(tokens, 0)
     for share in (0.4, 1.0):
@@ -205,10 +211,22 @@ def test_same_bits_wherever_experts_are(rng: np.random.Generator) -> None:
     run.close()
 
 
+def test_two_sequences_in_turn(rng: np.random.Generator) -> None:
+    """Chunks of two sequences with cells of their own may follow each other in any order."""
+    n = 9
+    run = Run(MICRO, rng, n, 2 * n, "f16")
+    tokens = rng.integers(0, run.model.params.n_tokens, (2, 2 * n)).astype(np.int32)
+    alone = [[run.chunk(row[:n], 0), run.chunk(row[n:], n)] for row in tokens]
+    firsts = [run.chunk(row[:n], 0, i) for i, row in enumerate(tokens)]
+    seconds = [run.chunk(row[n:], n, i) for i, row in enumerate(tokens)]
+    assert np.array_equal(alone, np.stack([firsts, seconds], axis=1))
+    run.close()
+
+
 def test_chunk_sizes(rng: np.random.Generator) -> None:
     """Chunks that the workspace was not made for are refused."""
-    run = Run(MICRO, rng, 16, 32, KV_F16)
+    run = Run(MICRO, rng, 16, 32, "f16")
     for n in (0, 17):
         with pytest.raises(InvalidRequest, match=f"a chunk of {n} tokens; 1 to 16"):
-            run.prompt.enqueue(np.zeros(n, np.int32), 0, cast(AddressTable, run.placed))
+            run.prompt.enqueue(np.zeros(n, np.int32), 0, KvCells(), cast(AddressTable, run.placed))
     run.close()
