@@ -45,6 +45,28 @@ class AttendArguments(ctypes.Structure):
     )
 
 
+class AttendRowsArguments(ctypes.Structure):
+    """The one argument of ``attend_rows_TYPE_DIM_HEADS``; `stride` in values, `workspace_stride` in bytes."""
+
+    _fields_ = (
+        ("q", ctypes.c_uint64),
+        ("k", ctypes.c_uint64),
+        ("v", ctypes.c_uint64),
+        ("q_norm", ctypes.c_uint64),
+        ("k_norm", ctypes.c_uint64),
+        ("rope", ctypes.c_uint64),
+        ("steps", ctypes.c_uint64),
+        ("cells", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("workspace", ctypes.c_uint64),
+        ("stride", ctypes.c_int64),
+        ("workspace_stride", ctypes.c_int64),
+        ("layer", ctypes.c_int32),
+        ("n_heads", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+    )
+
+
 class StoreArguments(ctypes.Structure):
     """The one argument of ``store_kv_f32`` and ``store_kv_f16``; `stride` in values."""
 

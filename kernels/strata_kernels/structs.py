@@ -57,7 +57,7 @@ class Activation(ctypes.Structure):
 
 
 class Heat(ctypes.Structure):
-    """``decode.cu``: where a layer's experts are counted."""
+    """``heat.cuh``: where a layer's experts are counted."""
 
     _fields_ = (("counts", ctypes.c_uint64), ("shared", ctypes.c_uint64))
 
@@ -85,6 +85,22 @@ class SampleOptions(ctypes.Structure):
         ("first_position", ctypes.c_int32),
     )
 
+
+class SampleRows(ctypes.Structure):
+    """``sample.cu``: how far the next row is where several sequences choose at once; a row of blocks each.
+
+    Logits in values, seen in words, the workspace in bytes, the ring in words: from one step's to the next's.
+    """
+
+    _fields_ = (
+        ("logits", ctypes.c_int32),
+        ("seen", ctypes.c_int32),
+        ("workspace", ctypes.c_int32),
+        ("ring", ctypes.c_int32),
+    )
+
+
+ONE_ROW = SampleRows(0, 0, 0, 1)
 
 SAMPLE_THREADS = 512
 SAMPLE_BLOCK_TOKENS = 5120

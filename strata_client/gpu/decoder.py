@@ -13,10 +13,10 @@ from strata_kernels.launch import DeviceBuffer, Kernels, Launch
 from strata_kernels.structs import Activation, KvCells, Matrix, SampleOptions, Step
 
 from strata_client.gpu.device import Device
+from strata_client.gpu.launches import capture, launch_graph
 from strata_client.mapping import ClientMemory
 from strata_client.models.base import ModelError
 from strata_client.models.qwen3moe import Qwen3Moe
-from vmmd.driver.cuda_calls import call
 
 EXPERTS_MAX, TOP_K_MAX = 512, 16
 """`routing.cuh`."""
@@ -152,20 +152,11 @@ class Decoder:
 
     def capture(self) -> None:
         """Makes the graph. Errors: `DriverError`."""
-        cu, stream = self._device.cu, self._device.stream
-        call(cu.cuStreamBeginCapture, stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-        try:
-            for _, launch in self.launches:
-                launch()
-        finally:
-            graph = call(cu.cuStreamEndCapture, stream)
-        self._graph = call(cu.cuGraphInstantiate, graph, 0)
-        call(cu.cuGraphUpload, self._graph, stream)
-        call(cu.cuGraphDestroy, graph)
+        self._graph = capture(self._device, (launch for _, launch in self.launches))
 
     def launch(self) -> None:
         """Enqueues the step that `step` in device memory describes; it was published. Errors: `DriverError`."""
-        call(self._device.cu.cuGraphLaunch, self._graph, self._device.stream)
+        launch_graph(self._device, self._graph)
 
     def _launches(self) -> Iterator[tuple[str, Launch]]:
         """The kernels of a step in their order, by name."""

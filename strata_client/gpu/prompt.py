@@ -25,6 +25,7 @@ from strata_kernels.structs import Activation, Heat, KvCells, Matrix
 from strata_client.gpu.address_table import AddressTable
 from strata_client.gpu.decoder import Buffers, Weights
 from strata_client.gpu.device import Device
+from strata_client.gpu.launches import SizedLaunches
 from strata_client.gpu.streaming import ExpertStream
 from strata_client.mapping import ClientMemory
 from strata_client.models.base import I32
@@ -42,37 +43,6 @@ TOKENS_IN_PLACE = 8
 
 STAGING_BYTES = 128 << 20
 """For experts in host slabs, unless more are asked for."""
-
-
-class _Launches:
-    """Prepares launches for chunks of any length: all read the same `n` and `position`, and n makes their grids."""
-
-    def __init__(self, kernels: Kernels, device: Device, n: int) -> None:
-        self.n = ctypes.c_int32(n)
-        self.position = ctypes.c_int32(0)
-        self._kernels = kernels
-        self._stream = device.stream
-        self._sized: list[tuple[Launch, Callable[[int], Dimensions]]] = []
-
-    def prepare(
-        self, name: str, grid: Callable[[int], Dimensions], block: int, *args: Any, shared_bytes: int = 0
-    ) -> Launch:
-        """A launch with arguments as `strata_kernels.launch.as_value` takes them."""
-        size = grid(self.n.value)
-        launch = self._kernels.prepare(name, size, block, args, shared_bytes, self._stream, programmatic=True)
-        self._sized.append((launch, grid))
-        return launch
-
-    def prepare_tiles(self, name: str, grid: Callable[[int], Dimensions], *args: Any) -> Launch:
-        """A launch of matrix products."""
-        return self.prepare(name, grid, shapes.TILE_THREADS, *args, shared_bytes=shapes.TILE_SHARED_BYTES)
-
-    def resize(self, n: int) -> None:
-        """Chunks of n tokens from now on."""
-        if n != self.n.value:
-            self.n.value = n
-            for launch, grid in self._sized:
-                launch.resize(grid(n))
 
 
 class Prompt:
@@ -152,22 +122,24 @@ class Prompt:
                 "rope": 4 * n * params.head_dim,
             }
         )
-        self._launches = _Launches(kernels, device, n)
+        self._launches = SizedLaunches(device, n)
+        self._kernels = kernels
+        self._position = ctypes.c_int32(0)
         self._experts = Experts()  # what the next launch over experts computes
         buffers, weights = self.buffers, self._weights
-        self._embed = self._launches.prepare(
+        self._embed = self._prepare(
             "embed_prompt", lambda n: n, shapes.ROW_THREADS,
             weights.matrix("token_embd.weight"), buffers["tokens"], buffers["x"], self._launches.n, params.d_model,
         )  # fmt: skip
-        self._rope = self._launches.prepare(
+        self._rope = self._prepare(
             "rope_table_prompt", lambda n: n, params.head_dim // 2,
-            buffers["rope"], self._launches.position, ctypes.c_double(params.rope_freq_base),
+            buffers["rope"], self._position, ctypes.c_double(params.rope_freq_base),
             ctypes.c_double(params.rope_scale), params.head_dim,
         )  # fmt: skip
         self._arguments: list[StoreArguments | PromptArguments] = []  # that hold n, position and cells
         self._attention = [self._prepare_attention(layer) for layer in range(params.n_layers)]
         self._mixture = [self._prepare_mixture(layer) for layer in range(params.n_layers)]
-        self._last = self._launches.prepare(
+        self._last = self._prepare(
             "last_activation", lambda _: -(-params.d_model // 16 // shapes.ROW_THREADS), shapes.ROW_THREADS,
             buffers["x"], weights.vector("output_norm.weight"), h, self._launches.n, params.d_model,
         )  # fmt: skip
@@ -192,7 +164,7 @@ class Prompt:
             self._device.upload(self.buffers["order"].value, self._stream.order)
             self._order_is_there = True
         self._launches.resize(n)
-        self._launches.position.value = position
+        self._position.value = position
         for arguments in self._arguments:
             arguments.n, arguments.position, arguments.cells = n, position, cells
         self._embed()
@@ -225,6 +197,15 @@ class Prompt:
         if self._logits_buffer is not None:
             self._logits_buffer.close()
 
+    def _prepare(
+        self, name: str, grid: Callable[[int], Dimensions], block: int, *args: Any, shared_bytes: int = 0
+    ) -> Launch:
+        return self._launches.prepare(self._kernels, name, grid, block, *args, shared_bytes=shared_bytes)
+
+    def _prepare_tiles(self, name: str, grid: Callable[[int], Dimensions], *args: Any) -> Launch:
+        """A launch of matrix products."""
+        return self._prepare(name, grid, shapes.TILE_THREADS, *args, shared_bytes=shapes.TILE_SHARED_BYTES)
+
     def _prepare_logits(self) -> list[Launch]:
         """Memory and launches that nothing but a look at all logits needs."""
         model, buffers, n = self._model, self.buffers, self._launches.n
@@ -233,7 +214,7 @@ class Prompt:
         none = Matrix(0, 0, 0)
         return [
             self._prepare_norm("output_norm.weight", floats=False),
-            self._launches.prepare_tiles(
+            self._prepare_tiles(
                 "matmul_prompt", lambda n: shapes.matmul_grid(n, n_vocab),
                 HalfRows.unscaled(buffers["halves"].value, d_model),
                 self._weights.matrix("token_embd.weight" if model.tied_output else "output.weight"),
@@ -244,7 +225,7 @@ class Prompt:
     def _prepare_norm(self, name: str, *, floats: bool) -> Launch:
         """The residual, normed."""
         buffers, params = self.buffers, self._model.params
-        return self._launches.prepare(
+        return self._prepare(
             "rms_norm_prompt", lambda n: n, shapes.ROW_THREADS,
             buffers["x"], self._weights.vector(name), buffers["halves"],
             buffers["floats"] if floats else ctypes.c_uint64(0), self._launches.n, params.d_model, params.rms_eps,
@@ -269,17 +250,17 @@ class Prompt:
         self._arguments += [store, attend]
         shape = attend_prompt_shape(self._kv_type, params.head_dim)
         rows = HalfRows.unscaled(buffers["halves"].value, params.d_model)
-        prepare, n = self._launches.prepare_tiles, self._launches.n
+        prepare, n = self._prepare_tiles, self._launches.n
         return [
             self._prepare_norm(blk + "attn_norm.weight", floats=False),
             prepare(
                 "matmul_prompt", lambda n: shapes.matmul_grid(n, q.rows, k.rows, v.rows),
                 rows, q, k, v, qkv, n, d_qkv, 0,
             ),
-            self._launches.prepare(
+            self._prepare(
                 "store_kv_f32", lambda n: store_kv_grid(n, params.n_heads, params.n_kv_heads), STORE_THREADS, store
             ),
-            self._launches.prepare(
+            self._prepare(
                 shape.name, lambda n: attend_prompt_grid(n, params.n_heads, params.n_kv_heads), shape.threads, attend,
                 shared_bytes=shape.shared_bytes,
             ),
@@ -303,7 +284,7 @@ class Prompt:
         scales = buffers["hidden_scales"]
         hidden = HalfRows(buffers["hidden"].value, scales.value, d_expert, shapes.SCALE_WIDTH)
         experts, weights, results = buffers["experts"], buffers["weights"], buffers["results"]
-        prepare, prepare_tiles = self._launches.prepare, self._launches.prepare_tiles
+        prepare, prepare_tiles = self._prepare, self._prepare_tiles
         before = [
             self._prepare_norm(blk + "ffn_norm.weight", floats=True),
             prepare(

@@ -1,0 +1,53 @@
+"""Shapes of the kernels that evaluate one token of each of several sequences: grids, and shared memory."""
+
+from collections.abc import Sequence
+
+ROWS_MAX = 64
+"""Sequences of a step: an expert's rows are one `GroupTile`."""
+
+STRIP_ROWS = 16
+THREADS = 256
+"""``batch_tile.cuh``."""
+
+ROUTE_EXPERTS = 16
+"""``batch_rows.cu``: experts that a block of ``route_rows`` scores."""
+
+ROW_THREADS = 256
+
+_STATIC_BYTES = 12 * 1024  # what the kernels have beside it, generously
+_BLOCKS_MAX = 4  # on a multiprocessor, by registers
+_SPLITS_MIN = 8
+
+
+def staged_bytes(row_bytes: Sequence[int], shared_bytes_max: int) -> int:
+    """Dynamic shared memory of a block that takes a strip of each of some matrices, with rows of so many bytes.
+
+    0 where they do not fit: ``batch_matmul_in_place.cu`` has kernels that read rows where they lie, at a lower rate.
+    """
+    wanted = sum((STRIP_ROWS * size + 30) // 16 * 16 for size in row_bytes)
+    return wanted if wanted <= shared_bytes_max - _STATIC_BYTES else 0
+
+
+def expert_blocks(multiprocessors: int, shared_bytes_max: int, staged: int) -> int:
+    """Blocks of ``gate_up_rows`` and ``down_rows``, which share the strips: as many as the GPU runs at once."""
+    beside = shared_bytes_max // (staged + _STATIC_BYTES)
+    return multiprocessors * max(1, min(beside, _BLOCKS_MAX))
+
+
+def attend_splits(multiprocessors: int, n_kv_heads: int, rows_max: int) -> int:
+    """Blocks that share a K/V head of a row, at most.
+
+    By the number of rows that there may be, and not by how many there are: so are the bits. Most of them find no cells
+    and end, but they have to be launched; and a long sequence must not wait for few blocks among short ones.
+    """
+    return max(_SPLITS_MIN, multiprocessors // (n_kv_heads * rows_max))
+
+
+def route_grid(n: int, n_experts: int) -> tuple[int, int]:
+    """Of ``route_rows``."""
+    return -(-n_experts // ROUTE_EXPERTS), n
+
+
+def matmul_blocks(*rows: int) -> int:
+    """Of ``matmul_rows``, for matrices of so many rows."""
+    return sum(-(-count // STRIP_ROWS) for count in rows)
