@@ -24,6 +24,14 @@ BOUNDS = {
     "rms_norm_prompt": 4e-4,
     "router_prompt": 1e-5,
     "combine_prompt": 1e-6,
+    "matmul_rows": 1.5e-3,
+    "gate_up_rows": 1.5e-3,
+    "down_rows": 1.5e-3,
+    "norm_rows": 4e-4,
+    "route_rows": 1e-5,
+    "attend_rows_f16": 7e-4,
+    "attend_rows_bf16": 4e-4,
+    "attend_rows_q8_0": 1e-3,
 }
 """By operation. Zero: bit for bit."""
 

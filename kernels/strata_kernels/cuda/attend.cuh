@@ -60,7 +60,9 @@ struct Splits {
   }
 };
 
-struct AttendArguments {
+// `Out` takes results as an activation's store_quad does.
+template <typename Out>
+struct AttendInputs {
   const float* q;
   const float* k;
   const float* v;
@@ -69,12 +71,14 @@ struct AttendArguments {
   const float* rope;
   const Step* step;
   KvCells cells;
-  Activation out;
+  Out out;
   uint8_t* workspace;
   int32_t layer;
   int32_t n_heads;
   float eps;
 };
+
+using AttendArguments = AttendInputs<Activation>;
 
 // Shared memory of a block: a ring of tiles for each warp, q, the new cell's k and v, the warps' maxima and sums.
 template <typename Kv, int DIM, int HEADS>
@@ -204,8 +208,8 @@ struct Scales {
   }
 };
 
-template <typename Kv, int DIM, int HEADS>
-__device__ __forceinline__ void attend(AttendArguments a) {
+template <typename Kv, int DIM, int HEADS, typename Out>
+__device__ __forceinline__ void attend(AttendInputs<Out> a) {
   using Shape = AttendShape<Kv, DIM, HEADS>;
   using Number = typename Kv::Number;
   constexpr bool Q8 = Kv::VALUE_BYTES == 1;

@@ -18,6 +18,7 @@
 // Accumulation: float32 over a row; integers are summed exactly within a run of a block.
 #include "activation.cuh"
 #include "heat.cuh"
+#include "rope.cuh"
 #include "rows.cuh"
 #include "routing.cuh"
 #include "step.cuh"
@@ -377,14 +378,11 @@ extern "C" __global__ void end_step(Step* step, int n, uint64_t* retired) {
 }
 
 // table float2 [head_dim / 2]: cosine and sine of the angles that the step's position turns q and k by.
-// Must match: strata_kernels.reference.rope; angles in float64, as there.
+// Must match: strata_kernels.reference.rope.
 // Launch: 1 block of head_dim / 2 threads.
 extern "C" __global__ void rope_table(float2* table, const Step* step, double freq_base, double scale, int head_dim) {
   wait_for_previous();
   let_next_start();
   const int pair = threadIdx.x;
-  const double angle = step->position * (scale * exp2(-2.0 * pair / head_dim * log2(freq_base)));
-  double sine, cosine;
-  sincospi(angle * 0.31830988618379067154, &sine, &cosine);  // in units of pi any angle is reduced exactly
-  table[pair] = make_float2(static_cast<float>(cosine), static_cast<float>(sine));
+  table[pair] = turn_of(step->position, pair, freq_base, scale, head_dim);
 }

@@ -8,37 +8,18 @@
 // Shapes: x float32 [n][d], d a multiple of 32. Launch geometry: stands at each kernel; a block takes a row.
 // Accumulation: float32; a row's squares by thread, then by warp, then over the warps.
 #include "activation.cuh"
-#include "prompt_tile.cuh"
-
-namespace strata {
-
-constexpr int ROW_THREADS = 256;
-
-// The sum over a block of ROW_THREADS threads, the same bits in every thread. `sums` float [ROW_THREADS / 32] is shared
-// memory that nobody uses before or after.
-__device__ __forceinline__ float block_sum(float v, float* sums) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, offset);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
-  __syncthreads();
-  float sum = 0.0f;
-#pragma unroll
-  for (int warp = 0; warp < ROW_THREADS / 32; ++warp) sum += sums[warp];
-  return sum;
-}
-
-}  // namespace strata
+#include "row_norm.cuh"
 
 using namespace strata;
 
-// x float32 [n][d] = the tokens' rows of the table. A token that is not in it gives NaNs.
+// x float32 [n][d] = the tokens' rows of the table; a token is every `stride`-th int. One that is not in it gives NaNs.
 // Launch: n blocks of 256 threads.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
-    embed_prompt(Matrix table, const int* tokens, float* x, int n, int d) {
+    embed_prompt(Matrix table, const int* tokens, int stride, float* x, int n, int d) {
   wait_for_previous();
   let_next_start();
   if (blockIdx.x >= n) return;
-  const int token = tokens[blockIdx.x];
+  const int token = tokens[blockIdx.x * stride];
   float* row = x + static_cast<int64_t>(blockIdx.x) * d;
   if (token < 0 || token >= table.rows) {
     for (int i = threadIdx.x; i < d; i += blockDim.x) row[i] = __uint_as_float(0x7FC00000u);
@@ -73,17 +54,13 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
   const float4* row = reinterpret_cast<const float4*>(x + offset);
   float square = 0.0f;
   for (int i = threadIdx.x; i < d / 4; i += ROW_THREADS) {
-    const float4 v = row[i];
-    square += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
+    square += square_of(row[i]);
   }
   const float factor = 1.0f / sqrtf(block_sum(square, sums) / static_cast<float>(d) + eps);
   for (int i = threadIdx.x; i < d / 4; i += ROW_THREADS) {
-    const float4 v = row[i], w = reinterpret_cast<const float4*>(weight)[i];
-    const float4 result = make_float4(v.x * factor * w.x, v.y * factor * w.y, v.z * factor * w.z, v.w * factor * w.w);
+    const float4 result = times(row[i], factor, reinterpret_cast<const float4*>(weight)[i]);
     if (floats != nullptr) reinterpret_cast<float4*>(floats + offset)[i] = result;
-    reinterpret_cast<uint2*>(halves + offset)[i] =
-        make_uint2(pack_halves(clamp_to_half(result.x), clamp_to_half(result.y)),
-                   pack_halves(clamp_to_half(result.z), clamp_to_half(result.w)));
+    store_halves(halves + offset + 4 * i, result);
   }
 }
 
@@ -98,14 +75,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
   float4* row = reinterpret_cast<float4*>(x + token * d);
   const float4* results = reinterpret_cast<const float4*>(y + token * top_k * d);
   for (int i = threadIdx.x; i < d / 4; i += ROW_THREADS) {
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int rank = 0; rank < top_k; ++rank) {
-      const float weight = weights[token * top_k + rank];
-      const float4 v = results[static_cast<int64_t>(rank) * (d / 4) + i];
-      sum = make_float4(sum.x + weight * v.x, sum.y + weight * v.y, sum.z + weight * v.z, sum.w + weight * v.w);
-    }
-    const float4 before = row[i];
-    row[i] = make_float4(before.x + sum.x, before.y + sum.y, before.z + sum.z, before.w + sum.w);
+    row[i] = combined(row[i], results + i, d / 4, weights + token * top_k, top_k);
   }
 }
 

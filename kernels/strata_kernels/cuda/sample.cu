@@ -6,10 +6,11 @@
 // Shapes: `logits` float32 [n_tokens], -inf rules a token out; `seen` uint32, a bit a token; `ring` uint64 [RING_WORDS] and
 //   `retired` in registered host memory. `workspace`: strata_kernels.structs.sample_workspace_bytes(n_tokens) bytes, aligned to
 //   16, zero before the first launch; launches that share one must not overlap.
-// Result: ring[number % RING_WORDS] is the token, or all ones where a logit is NaN or inf or none is finite: then
+// Result: ring[number % RING_WORDS * rows.ring] is the token, or all ones where a logit is NaN or inf or none is finite: then
 //   `step->token` and `seen` stay as they are.
 // Launch geometry: ceil(n_tokens / 5120) blocks or more, at most 64, of 512 threads. Every block looks at up to 5120 tokens,
-//   in runs of 32 that go round the blocks; the last to finish chooses.
+//   in runs of 32 that go round the blocks; the last to finish chooses. Along y a sequence each (`SampleRows`): with several,
+//   `retired` is null, and the kernel after it retires the step.
 // Accumulation: float64, in an order that depends on n_tokens and blocks alone; on the slow path, integers of 2^-44.
 //
 // How. A token's score and id make one key of 64 bits that orders tokens as the options need, so all keys differ.
@@ -31,6 +32,15 @@ struct SampleOptions {
   uint64_t seed;
   int32_t top_k;
   int32_t first_position;  // the draw's number is the step's position less this
+};
+
+// How far the next row is, where several sequences choose at once: in values, words, bytes, and words from one step's to the
+// next's in the ring. `strata_kernels.structs.SampleRows`.
+struct SampleRows {
+  int32_t logits;
+  int32_t seen;
+  int32_t workspace;
+  int32_t ring;
 };
 
 namespace sample {
@@ -488,10 +498,18 @@ __device__ __forceinline__ int choose(Shared& shared, const Task& task, const Wo
 
 extern "C" __global__ void __launch_bounds__(strata::sample::THREADS, 1)
     sample(const float* __restrict__ logits, int32_t n_tokens, const strata::SampleOptions* __restrict__ options_at,
-           uint32_t* seen, uint8_t* memory, strata::Step* step, uint64_t* ring, volatile uint64_t* retired) {
+           uint32_t* seen, uint8_t* memory, strata::Step* step, uint64_t* ring, volatile uint64_t* retired,
+           strata::SampleRows rows) {
   using namespace strata;
   using namespace strata::sample;
   __shared__ Shared shared;
+  const int of_row = blockIdx.y;
+  logits += static_cast<int64_t>(of_row) * rows.logits;
+  options_at += of_row;
+  seen += static_cast<int64_t>(of_row) * rows.seen;
+  memory += static_cast<int64_t>(of_row) * rows.workspace;
+  step += of_row;
+  ring += of_row;
   wait_for_previous();
   let_next_start();
 
@@ -629,14 +647,14 @@ extern "C" __global__ void __launch_bounds__(strata::sample::THREADS, 1)
   // ---- The end of the step.
   if (threadIdx.x == 0) {
     const uint64_t number = step->number;
-    ring[number % RING_WORDS] = failed ? ~uint64_t{0} : static_cast<uint64_t>(static_cast<uint32_t>(token));
+    ring[number % RING_WORDS * rows.ring] = failed ? ~uint64_t{0} : static_cast<uint64_t>(static_cast<uint32_t>(token));
     if (!failed) {
       step->token = token;
       seen[token / 32] |= 1u << (token % 32);
     }
     step->position += 1;
     __threadfence_system();
-    *retired = number;
+    if (retired != nullptr) *retired = number;
     step->number = number + 1;
   }
 }

@@ -2,7 +2,7 @@
 //
 // rope_table_prompt
 // Operation: table[i][j] = cos and sin of scale * (position + i) * freq_base ^ (-2 j / head_dim).
-// Must match: strata_kernels.reference.rope; angles in float64, as there.
+// Must match: strata_kernels.reference.rope.
 // Shapes: table float32 [n][head_dim / 2][2].
 // Launch geometry: n blocks of head_dim / 2 threads.
 //
@@ -16,6 +16,7 @@
 // Launch geometry: ceil(n * (n_heads + 2 * n_kv_heads) / 8) blocks of 256 threads; a warp takes one head of one token.
 // Accumulation: float32.
 #include "attention.cuh"
+#include "rope.cuh"
 
 namespace strata {
 
@@ -98,11 +99,8 @@ extern "C" __global__ void rope_table_prompt(float2* table, int position, double
   strata::wait_for_previous();
   strata::let_next_start();
   const int token = blockIdx.x, pair = threadIdx.x;
-  const double angle = (position + token) * (scale * exp2(-2.0 * pair / head_dim * log2(freq_base)));
-  double sine, cosine;
-  sincospi(angle * 0.31830988618379067154, &sine, &cosine);  // in units of pi any angle is reduced exactly
   table[static_cast<int64_t>(token) * (head_dim / 2) + pair] =
-      make_float2(static_cast<float>(cosine), static_cast<float>(sine));
+      strata::turn_of(position + token, pair, freq_base, scale, head_dim);
 }
 
 extern "C" __global__ void __launch_bounds__(256) store_kv_f32(strata::StoreArguments a) { strata::store_kv<float>(a); }

@@ -1,0 +1,179 @@
+// Matrix products for one token of each of several sequences: dense ones, and those of the routed experts.
+// docs/kernels.md tells how the kernels follow each other; batch_tile.cuh how a warp multiplies.
+//
+// matmul_rows   y = x W^T                                          reference.matmul
+// gate_up_rows  h = silu(W_gate x) * (W_up x), by expert           reference.expert_ffn
+// down_rows     y = W_down h, by expert                            reference.expert_ffn
+//
+// Shapes: x and h float16, matrices as GGUF lays them out, y float32, all row by row, aligned to 16 bytes. Rows are multiples
+// of 32 values and of the types' block sizes; d_model is a multiple of 32, d_expert of 16. `groups` as route_rows leaves them.
+// h is HIDDEN_SCALE times what it stands for: so it reaches as far as a million.
+// Launch geometry: stands at each kernel; blocks of 256 threads. Dynamic shared memory: that of strata_kernels.batch, for
+// rows that are copied there, whole and at once, and multiplied when they have come; batch_matmul_in_place.cu has the same
+// kernels for matrices that do not suit it, and needs none.
+// Accumulation: float32, of products of float16; by warp, then over the warps, in an order that depends on the shapes
+// alone. A token's results do not depend on the tokens beside it.
+#include "batch_tile.cuh"
+#include "prompt_groups.cuh"
+
+namespace strata {
+
+constexpr float HIDDEN_SCALE = 1.0f / 16.0f;
+constexpr int EXPERT_STRIPS = 2;                             // of a block over experts
+constexpr int EXPERT_PARTS = BATCH_WARPS / EXPERT_STRIPS;    // warps that share a strip's columns
+constexpr int DENSE_EIGHTS = 2;                              // of tokens, for which weights are decoded once
+
+}  // namespace strata
+
+using namespace strata;
+
+// y float32 [n][y_stride] = x W^T for the rows of up to three matrices, one after the other; with `add`, y += x W^T.
+// Matrices that are not there have no rows.
+// Launch: sum of ceil(rows / 16) blocks.
+extern "C" __global__ void __launch_bounds__(BATCH_THREADS, 3)
+    matmul_rows(const __half* x, Matrix first, Matrix second, Matrix third, float* y, int n, int k, int y_stride,
+                int add) {
+  DYNAMIC_SHARED(shared);
+  __shared__ SumsOfWarps<DENSE_EIGHTS> of_warps;
+  int block = blockIdx.x, column = 0;
+  Matrix m = first;
+  if (block >= (m.rows + STRIP_ROWS - 1) / STRIP_ROWS) {
+    block -= (m.rows + STRIP_ROWS - 1) / STRIP_ROWS;
+    column += m.rows;
+    m = second;
+    if (block >= (m.rows + STRIP_ROWS - 1) / STRIP_ROWS) {
+      block -= (m.rows + STRIP_ROWS - 1) / STRIP_ROWS;
+      column += m.rows;
+      m = third;
+    }
+  }
+  const int first_row = block * STRIP_ROWS, count = min(STRIP_ROWS, m.rows - first_row);
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+  with_type(m.type, [&](auto format) {
+    using F = decltype(format);
+    const int64_t stride = row_bytes<F>(k);
+    const uint8_t* strip = Stage{shared}.ask(m.blocks + first_row * stride, count * stride, threadIdx.x, BATCH_THREADS);
+    commit_copies();
+    wait_for_previous();
+    let_next_start();
+    wait_for_copies<0>();
+    __syncthreads();
+#pragma unroll 1
+    for (int begin = 0; begin < n; begin += DENSE_EIGHTS * MMA_TOKENS) {
+      const __half* tokens[DENSE_EIGHTS];
+#pragma unroll
+      for (int eight = 0; eight < DENSE_EIGHTS; ++eight) {
+        tokens[eight] = x + static_cast<int64_t>(min(begin + eight * MMA_TOKENS + g, n - 1)) * k;
+      }
+      FewSums<DENSE_EIGHTS> sums;
+      multiply_few<F>(strip, count, k, warp, BATCH_WARPS, tokens, sums);
+      of_warps.store(sums);
+      __syncthreads();
+      static_assert(DENSE_EIGHTS * MMA_TOKENS * STRIP_ROWS == BATCH_THREADS, "a result for each thread");
+      const int token = threadIdx.x / STRIP_ROWS, row = threadIdx.x % STRIP_ROWS;
+      if (begin + token < n && row < count) {
+        const float sum = of_warps.add<BATCH_WARPS>(0, token, row);
+        float* at = y + static_cast<int64_t>(begin + token) * y_stride + column + first_row + row;
+        *at = add ? *at + sum : sum;
+      }
+      __syncthreads();
+    }
+  });
+}
+
+// h float16 [n * top_k][d_expert] = HIDDEN_SCALE * silu(W_gate x) * (W_up x), in the order of the groups' rows.
+// `addresses` uint64 [n_experts][3]: gate, up and down of the layer's experts.
+// Launch: any number of blocks; they share the strips of 16 rows of all chosen experts.
+extern "C" __global__ void __launch_bounds__(BATCH_THREADS, 4)
+    gate_up_rows(const __half* x, Groups groups, const uint64_t* addresses, int gate_type, int up_type, __half* h,
+                 int n_experts, int top_k, int d_model, int d_expert) {
+  DYNAMIC_SHARED(shared);
+  __shared__ SumsOfWarps<1> of_warps;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+  const int matrix = warp / EXPERT_PARTS, type = matrix == 0 ? gate_type : up_type;
+  const int64_t gate_stride = row_bytes(gate_type, d_model), up_stride = row_bytes(up_type, d_model);
+  const int n_strips = d_expert / STRIP_ROWS;
+  wait_for_previous();
+  let_next_start();
+  const int n_items = groups.first_tiles[n_experts] * n_strips;
+  for (int item = blockIdx.x; item < n_items; item += gridDim.x) {
+    const GroupTile tile = groups.tiles[item / n_strips];
+    const int first_row = item % n_strips * STRIP_ROWS;
+    Stage stage{shared};
+    const auto ask = [&](int which, int64_t stride) {
+      const uint8_t* from = reinterpret_cast<const uint8_t*>(addresses[3 * tile.expert + which]) + first_row * stride;
+      return stage.ask(from, STRIP_ROWS * stride, threadIdx.x, BATCH_THREADS);
+    };
+    const uint8_t *gates = ask(0, gate_stride), *ups = ask(1, up_stride), *strip = matrix == 0 ? gates : ups;
+    commit_copies();
+    wait_for_copies<0>();
+    __syncthreads();
+#pragma unroll 1
+    for (int begin = 0; begin < tile.count; begin += MMA_TOKENS) {
+      const int pair = groups.pairs[tile.first_row + min(begin + g, tile.count - 1)];
+      const __half* const tokens[1] = {x + static_cast<int64_t>(pair / top_k) * d_model};
+      FewSums<1> sums;
+      with_type(type, [&](auto format) {
+        multiply_few<decltype(format)>(strip, STRIP_ROWS, d_model, warp % EXPERT_PARTS, EXPERT_PARTS, tokens, sums);
+      });
+      of_warps.store(sums);
+      __syncthreads();
+      const int token = begin + threadIdx.x / STRIP_ROWS, row = threadIdx.x % STRIP_ROWS;
+      if (threadIdx.x < MMA_TOKENS * STRIP_ROWS && token < tile.count) {
+        const float gate = of_warps.add<EXPERT_PARTS>(0, token - begin, row);
+        const float up = of_warps.add<EXPERT_PARTS>(EXPERT_PARTS, token - begin, row);
+        const float value = HIDDEN_SCALE * (__fdividef(gate, 1.0f + expf(-gate)) * up);
+        h[static_cast<int64_t>(tile.first_row + token) * d_expert + first_row + row] = __float2half_rn(clamp_to_half(value));
+      }
+      __syncthreads();
+    }
+  }
+}
+
+// y float32 [n * top_k][d_model] = W_down h, by pair: token * top_k + rank.
+// Launch: any number of blocks; they share the strips of 32 rows of all chosen experts.
+extern "C" __global__ void __launch_bounds__(BATCH_THREADS, 4)
+    down_rows(const __half* h, Groups groups, const uint64_t* addresses, int type, float* y, int n_experts, int d_model,
+              int d_expert) {
+  DYNAMIC_SHARED(shared);
+  __shared__ SumsOfWarps<1> of_warps;
+  constexpr int ROWS = EXPERT_STRIPS * STRIP_ROWS;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, mine = warp / EXPERT_PARTS;
+  const int64_t stride = row_bytes(type, d_expert);
+  const int n_strips = d_model / ROWS, n_items = groups.first_tiles[n_experts] * n_strips;
+  bool is_first = true;
+  for (int item = blockIdx.x; item < n_items; item += gridDim.x) {
+    const GroupTile tile = groups.tiles[item / n_strips];  // two kernels old: nothing to wait for
+    const int first_row = item % n_strips * ROWS;
+    const uint8_t* from = reinterpret_cast<const uint8_t*>(addresses[3 * tile.expert + 2]) + first_row * stride;
+    const uint8_t* strips = Stage{shared}.ask(from, ROWS * stride, threadIdx.x, BATCH_THREADS);
+    commit_copies();
+    if (is_first) {
+      wait_for_previous();
+      let_next_start();
+      is_first = false;
+    }
+    wait_for_copies<0>();
+    __syncthreads();
+#pragma unroll 1
+    for (int begin = 0; begin < tile.count; begin += MMA_TOKENS) {
+      const __half* const tokens[1] = {
+          h + static_cast<int64_t>(tile.first_row + min(begin + g, tile.count - 1)) * d_expert};
+      FewSums<1> sums;
+      with_type(type, [&](auto format) {
+        multiply_few<decltype(format)>(strips + mine * (STRIP_ROWS * stride), STRIP_ROWS, d_expert, warp % EXPERT_PARTS,
+                                       EXPERT_PARTS, tokens, sums);
+      });
+      of_warps.store(sums);
+      __syncthreads();
+      const int strip = threadIdx.x / (MMA_TOKENS * STRIP_ROWS), row = threadIdx.x % STRIP_ROWS;
+      const int token = begin + threadIdx.x / STRIP_ROWS % MMA_TOKENS;
+      if (token < tile.count) {
+        const float sum = of_warps.add<EXPERT_PARTS>(strip * EXPERT_PARTS, token - begin, row);
+        const int64_t pair = groups.pairs[tile.first_row + token];
+        y[pair * d_model + first_row + strip * STRIP_ROWS + row] = sum * (1.0f / HIDDEN_SCALE);
+      }
+      __syncthreads();
+    }
+  }
+}

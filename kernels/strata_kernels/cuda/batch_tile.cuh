@@ -1,0 +1,177 @@
+// Products of a few tokens with 16 rows of a matrix of any type, by one warp: what batch_matmul.cu is made of.
+//
+// Tensor cores multiply 16 rows of weights (m) with 8 tokens (n), 16 columns at a time (k). A weight is decoded once for all
+// tokens, in the registers that the instruction takes it from: lane 4 g + t decodes whole groups (dequantize.cuh) of the rows g
+// and g + 8, and hands on four neighbours of a group a time. Which columns meet is free as long as weights and tokens
+// agree: so what a lane takes of a token's row are neighbours too, read where they lie.
+//
+// Weights are one float16 each. Integers become the low bits of 1024 and, less that, themselves, exactly; scale and
+// minimum are rounded to float16, then one fused multiply-add rounds again. That is done at 2^8 times the weight's size, so that
+// small scales keep their bits: weights of integers beyond +-255 are infinite here. Floats beyond float16's range
+// become its largest number. Sums are float32.
+#pragma once
+
+#include "prompt_tile.cuh"
+#include "rows.cuh"
+
+namespace strata {
+
+constexpr int BATCH_THREADS = 256;
+constexpr int BATCH_WARPS = BATCH_THREADS / 32;
+constexpr int MMA_TOKENS = 8;
+
+// What a weight is multiplied by when it becomes a float16.
+template <typename F>
+struct Magnified {
+  static constexpr float BY = F::INTEGER ? 256.0f : 1.0f;
+};
+
+// The values of a group as float16, two a word.
+template <typename F>
+__device__ __forceinline__ void decode_magnified(const typename F::Raw& raw, int group, uint32_t (&out)[F::VALUES / 2]) {
+  if constexpr (F::INTEGER) {
+    // Those with a bias or a minimum are not negative.
+    constexpr bool SIGNED = F::BIAS == 0 && !F::HAS_MINIMUM;
+    const __half2 zero = __float2half2_rn(1024.0f + (SIGNED ? 128.0f : static_cast<float>(F::BIAS)));
+    uint32_t q[F::WORDS];
+    float scale[F::RUNS], minimum[F::RUNS];
+    F::integers(raw, group, F::grid(), q, scale, minimum);
+#pragma unroll
+    for (int run = 0; run < F::RUNS; ++run) {
+      const __half2 by = __float2half2_rn(Magnified<F>::BY * scale[run]);
+      __half2 less;
+      if constexpr (F::HAS_MINIMUM) less = __float2half2_rn(-Magnified<F>::BY * minimum[run]);
+#pragma unroll
+      for (int i = run * (F::RUN / 4); i < (run + 1) * (F::RUN / 4); ++i) {
+        const uint32_t word = SIGNED ? q[i] ^ 0x80808080u : q[i];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          // 0x6400 | u is 1024 + u
+          const uint32_t biased = __byte_perm(word, 0x64646464u, half == 0 ? 0x4140u : 0x4342u);
+          __half2 pair;
+          memcpy(&pair, &biased, sizeof pair);
+          pair = __hsub2(pair, zero);
+          if constexpr (F::HAS_MINIMUM) {
+            pair = __hfma2(pair, by, less);
+          } else {
+            pair = __hmul2(pair, by);
+          }
+          memcpy(out + 2 * i + half, &pair, sizeof pair);
+        }
+      }
+    }
+  } else {
+    float values[F::VALUES];
+    F::values(raw, values);
+#pragma unroll
+    for (int i = 0; i < F::VALUES / 2; ++i) {
+      out[i] = pack_halves(clamp_to_half(values[2 * i]), clamp_to_half(values[2 * i + 1]));
+    }
+  }
+}
+
+// N values, as wide as they may be read.
+template <int N>
+__device__ __forceinline__ void load_values(const __half* from, uint32_t (&to)[N / 2]) {
+#pragma unroll
+  for (int i = 0; i < N / 2; i += N < 8 ? 2 : 4) {
+    if constexpr (N < 8) {
+      const uint2 v = *reinterpret_cast<const uint2*>(from + 2 * i);
+      to[i] = v.x, to[i + 1] = v.y;
+    } else {
+      const uint4 v = *reinterpret_cast<const uint4*>(from + 2 * i);
+      to[i] = v.x, to[i + 1] = v.y, to[i + 2] = v.z, to[i + 3] = v.w;
+    }
+  }
+}
+
+// A warp's products: lane 4 g + t has of rows g (0, 1) and g + 8 (2, 3) those with tokens 2 t and 2 t + 1 of each eight.
+template <int EIGHTS>
+using FewSums = float[EIGHTS][4];
+
+// The products of up to 16 rows of k values, `count` of them, with 8 EIGHTS tokens. Lane 4 g + t gives where the row of float16
+// [k] of token g of each eight begins, aligned to 16 bytes. `parts` warps share the columns; this is number `part`.
+template <typename F, int EIGHTS>
+__device__ __forceinline__ void multiply_few(const uint8_t* strip, int count, int k, int part, int parts,
+                                             const __half* const (&tokens)[EIGHTS], FewSums<EIGHTS>& sums) {
+  constexpr int NEAR = F::GROUPS % 2 == 0 ? 2 : 1;  // groups of a lane: neighbours may share their scales
+  const int64_t stride = row_bytes<F>(k);
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, n_groups = k / F::VALUES;
+  // Rows that do not exist are others again.
+  const uint8_t* const rows[2] = {strip + min(g, count - 1) * stride, strip + min(g + 8, count - 1) * stride};
+#pragma unroll
+  for (int eight = 0; eight < EIGHTS; ++eight) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[eight][i] = 0.0f;
+  }
+#pragma unroll 1
+  for (int first = part * (4 * NEAR); first < n_groups; first += parts * (4 * NEAR)) {
+    const bool exists = first + NEAR * t < n_groups;
+    const int at = exists ? first + NEAR * t : 0, block = at / F::GROUPS;
+#pragma unroll
+    for (int near = 0; near < NEAR; ++near) {
+      const int in_block = at % F::GROUPS + near;
+      uint32_t weights[2][F::VALUES / 2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        decode_magnified<F>(F::load(rows[r] + block * F::BLOCK_BYTES, in_block), in_block, weights[r]);
+      }
+      if (first + 4 * NEAR > n_groups) {  // for all lanes or none
+#pragma unroll
+        for (int i = 0; i < F::VALUES / 2; ++i) {
+          if (!exists) weights[0][i] = weights[1][i] = 0;
+        }
+      }
+      const int column = block * F::BLOCK_VALUES + F::first(in_block);
+#pragma unroll
+      for (int run = 0; run < F::RUNS; ++run) {
+        uint32_t values[EIGHTS][F::RUN / 2];
+#pragma unroll
+        for (int eight = 0; eight < EIGHTS; ++eight) {
+          load_values<F::RUN>(tokens[eight] + column + run * F::STRIDE, values[eight]);
+        }
+#pragma unroll
+        for (int i = 0; i < F::RUN / 2; i += 2) {
+          const int word = run * (F::RUN / 2) + i;
+          const uint32_t a[4] = {weights[0][word], weights[1][word], weights[0][word + 1], weights[1][word + 1]};
+#pragma unroll
+          for (int eight = 0; eight < EIGHTS; ++eight) mma_f16(sums[eight], a, {values[eight][i], values[eight][i + 1]});
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int eight = 0; eight < EIGHTS; ++eight) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[eight][i] *= 1.0f / Magnified<F>::BY;
+  }
+}
+
+// The products of a block's warps, in shared memory; barriers are the caller's.
+template <int EIGHTS>
+struct SumsOfWarps {
+  static constexpr int PITCH = STRIP_ROWS + 4;  // stores of a warp meet different banks
+
+  float values[BATCH_WARPS][EIGHTS * MMA_TOKENS][PITCH];
+
+  __device__ __forceinline__ void store(const FewSums<EIGHTS>& sums) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    float(*mine)[PITCH] = values[threadIdx.x / 32];
+#pragma unroll
+    for (int eight = 0; eight < EIGHTS; ++eight) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mine[eight * MMA_TOKENS + 2 * t + i % 2][g + i / 2 * 8] = sums[eight][i];
+    }
+  }
+
+  // The sum over WARPS warps from `first` on.
+  template <int WARPS>
+  __device__ __forceinline__ float add(int first, int token, int row) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) sum += values[first + warp][token][row];
+    return sum;
+  }
+};
+
+}  // namespace strata
