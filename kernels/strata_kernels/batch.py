@@ -15,7 +15,7 @@ ROUTE_EXPERTS = 16
 ROW_THREADS = 256
 
 _STATIC_BYTES = 12 * 1024  # what the kernels have beside it, generously
-_BLOCKS_MAX = 4  # on a multiprocessor, by registers
+_BLOCKS_MAX = 3  # on a multiprocessor, by registers
 _SPLITS_MIN = 8
 
 

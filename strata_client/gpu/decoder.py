@@ -262,5 +262,5 @@ class Decoder:
         yield launch(
             "sample", structs.sample_blocks(params.n_tokens), structs.SAMPLE_THREADS,
             buffers["logits"], params.n_tokens, buffers["options"], buffers["seen"], buffers["sample"],
-            step, ring, self._retired,
+            step, ring, self._retired, structs.ONE_ROW,
         )  # fmt: skip

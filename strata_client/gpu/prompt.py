@@ -129,7 +129,7 @@ class Prompt:
         buffers, weights = self.buffers, self._weights
         self._embed = self._prepare(
             "embed_prompt", lambda n: n, shapes.ROW_THREADS,
-            weights.matrix("token_embd.weight"), buffers["tokens"], buffers["x"], self._launches.n, params.d_model,
+            weights.matrix("token_embd.weight"), buffers["tokens"], 1, buffers["x"], self._launches.n, params.d_model,
         )  # fmt: skip
         self._rope = self._prepare(
             "rope_table_prompt", lambda n: n, params.head_dim // 2,

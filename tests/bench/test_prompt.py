@@ -249,7 +249,7 @@ def test_kernels(bench: Bench, n: int) -> None:
             bench.prepare("combine_prompt", n, shapes.ROW_THREADS, x, mixture.y, weights, count, D_MODEL, TOP_K)
         ],
         "embed": [
-            bench.prepare("embed_prompt", n, shapes.ROW_THREADS, embedding, tokens, x, count, D_MODEL)
+            bench.prepare("embed_prompt", n, shapes.ROW_THREADS, embedding, tokens, 1, x, count, D_MODEL)
         ],
     }  # fmt: skip
     flop = {

@@ -59,7 +59,17 @@ def test_sample() -> None:
         "sample",
         structs.sample_blocks(N_TOKENS),
         structs.SAMPLE_THREADS,
-        [at["logits"], N_TOKENS, at["options"], at["seen"], at["workspace"], at["step"], ring, retired],
+        [
+            at["logits"],
+            N_TOKENS,
+            at["options"],
+            at["seen"],
+            at["workspace"],
+            at["step"],
+            ring,
+            retired,
+            structs.ONE_ROW,
+        ],
         stream=stream,
         programmatic=True,
     )

@@ -10,12 +10,13 @@ import pytest
 from strata_kernels.attention import (
     SHARED_BYTES_ANYWHERE,
     AttendArguments,
+    AttendRowsArguments,
     attend_prompt_shape,
     attend_shape,
     workspace_bytes,
 )
 from strata_kernels.reference import attention, rms_norm, rope
-from strata_kernels.structs import Activation, Step
+from strata_kernels.structs import Activation, KvCells, Step
 
 from tests.helpers.kernel_bounds import check
 from tests.helpers.kernel_runner import GpuRunner, KernelRunner
@@ -139,6 +140,39 @@ class Attend:
         assert np.abs(rounded - values).max() <= np.abs(values).max() / 32512
         assert np.abs(sums - rounded.reshape(-1, 16).sum(axis=1)).max() <= 1e-5 * np.abs(values).max()
         assert not squares.any()
+
+
+@pytest.mark.parametrize("heads", [(64, 4, 2), (128, 8, 1), (128, 12, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows(kernels: KernelRunner, rng: np.random.Generator, kind: str, heads: tuple[int, int, int]) -> None:
+    """Sequences attended at once, each over its own cells up to its own position, as each alone."""
+    shape_of_heads, n_splits = Heads(*heads), 4
+    rows = [Attend(kernels, rng, kind, shape_of_heads, n) for n in (700, 1, 40, 257)]
+    n, d_kv = heads[1] * heads[0], heads[2] * heads[0]
+    for row in rows:
+        row.q_norm, row.k_norm = rows[0].q_norm, rows[0].k_norm
+    stride = n + 2 * d_kv + 4
+    qkv = np.stack([np.resize(np.concatenate([x.ravel() for x in (row.q, row.k, row.v)]), stride) for row in rows])
+    tables, steps = np.stack([row.table for row in rows]), np.stack([row.step for row in rows])
+    cells = [row.cells.argument(kernels.address(row.cells.memory)) for row in rows]
+    packed_cells = np.frombuffer(bytearray((KvCells * len(cells))(*cells)), np.uint8)
+    alone = rows[0].workspace(n_splits)
+    workspace = np.full((len(rows), -(-alone.nbytes // 16) * 16), 0xFF, np.uint8)
+    workspace[:, : alone.nbytes] = alone
+    out = np.full((len(rows), n), np.nan, np.float16)
+    q = kernels.address(qkv)
+    argument = AttendRowsArguments(
+        q, q + 4 * n, q + 4 * (n + d_kv), kernels.address(rows[0].q_norm), kernels.address(rows[0].k_norm),
+        *map(kernels.address, (tables, steps, packed_cells, out, workspace)), stride, workspace.shape[1], LAYER,
+        heads[1], EPS,
+    )  # fmt: skip
+    shape = attend_shape(kind, heads[0], shape_of_heads.group)
+    name, grid = shape.name.replace("attend_", "attend_rows_"), (heads[2], n_splits, len(rows))
+    kernels.run(f"attend_rows_{kind}.cu", name, grid, shape.threads, [argument], shape.shared_bytes)
+    for row, found in zip(rows, out, strict=True):
+        row.check_new_cell()
+        check(f"attend_rows_{kind}", found.astype(np.float32).reshape(row.q.shape), row.wanted())
+        assert np.array_equal(found, row.run(n_splits).astype(np.float16).ravel())
 
 
 @pytest.mark.parametrize("n_cells", [1, 2, 16, 17, 31, 33, 64, 65, 129, 255, 256, 257, 1000])

@@ -1,6 +1,5 @@
 """A prompt in chunks through a whole model, on a GPU that the host plays, against the reference."""
 
-import ctypes
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,47 +26,13 @@ from tests.helpers.gguf_builder import DATA
 from tests.helpers.host_device import HostBuffer, HostDevice, HostKernelSet
 from tests.helpers.kernel_bounds import relative_error
 from tests.helpers.matrices import unpack_activation
+from tests.helpers.placed_model import PlacedModel, array_at
 from vmmd.errors import InvalidRequest
 
 MICRO = DATA / "micro.gguf"
 SHIPPED = Path(streaming.__file__).parent.parent / "data" / "tiny-IQ3_S.gguf"
 CELLS_PER_SLAB = 48
 ERRORS = {"f16": 2e-3, "bf16": 1e-2, "q8_0": 2e-2}
-
-
-def array_at(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """A copy of what lies at an address."""
-    size_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.frombuffer(ctypes.string_at(address, size_bytes), dtype).reshape(shape)
-
-
-class PlacedModel:
-    """A model's bytes where kernels find them; stands for `ClientMemory` and `AddressTable`."""
-
-    def __init__(self, model: Qwen3Moe, memory: FileMemory) -> None:
-        self._buffers: dict[str, HostBuffer] = {}
-        self._memory = memory
-        params = model.params
-        self.words = np.zeros((params.n_layers, params.n_experts, 3), np.uint64)
-        self.in_host = np.zeros((params.n_layers, params.n_experts), np.bool_)
-        for layer, expert in np.ndindex(self.in_host.shape):
-            matrices = memory.expert(layer, expert)[1:]
-            *offsets, slot_bytes = pages.slot_layout(*map(len, matrices))
-            slot = self._put(f"{layer}.{expert}", slot_bytes)
-            for matrix, (offset, data) in enumerate(zip(offsets, matrices, strict=True)):
-                ctypes.memmove(slot + offset, data.ctypes.data, len(data))
-                self.words[layer, expert, matrix] = slot + offset
-
-    def weight_address(self, name: str) -> int:
-        """Where a tensor begins."""
-        if name not in self._buffers:
-            data = self._memory.weight(name)
-            ctypes.memmove(self._put(name, len(data)), data.ctypes.data, len(data))
-        return self._buffers[name].address
-
-    def _put(self, name: str, size_bytes: int) -> int:
-        self._buffers[name] = HostBuffer(size_bytes)
-        return self._buffers[name].address
 
 
 class Run:

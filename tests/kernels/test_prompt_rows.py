@@ -23,16 +23,18 @@ def nans(*shape: int, dtype: npt.DTypeLike = np.float32) -> npt.NDArray[np.float
     return np.full(shape, np.nan, dtype)
 
 
+@pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_embed(kernels: KernelRunner, rng: np.random.Generator, kind: Type) -> None:
+def test_embed(kernels: KernelRunner, rng: np.random.Generator, kind: Type, stride: int) -> None:
     """Each token's row of any type is there bit for bit; a token that does not exist shows as NaNs."""
     n, n_vocab, d = 7, 40, 512
     raw, values = random_matrix(kind, n_vocab, d, rng)
-    tokens = rng.integers(0, n_vocab, n).astype(np.int32)
+    rows = rng.integers(0, n_vocab, (n, stride)).astype(np.int32)
+    tokens = rows[:, 0]
     tokens[2], tokens[3], tokens[4] = n_vocab - 1, n_vocab, -1
     x = nans(n, d)
     table = Matrix(kernels.address(raw), int(kind), n_vocab)
-    kernels.run(SOURCE, "embed_prompt", n + GUARD, ROW_THREADS, [table, tokens, x, n, d])
+    kernels.run(SOURCE, "embed_prompt", n + GUARD, ROW_THREADS, [table, rows, stride, x, n, d])
     is_token = (tokens >= 0) & (tokens < n_vocab)
     assert np.array_equal(x[is_token], values[tokens[is_token]])
     assert np.isnan(x[~is_token]).all()

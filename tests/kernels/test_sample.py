@@ -9,9 +9,11 @@ import numpy.typing as npt
 import pytest
 from strata_kernels import reference
 from strata_kernels.structs import (
+    ONE_ROW,
     RING_WORDS,
     SAMPLE_THREADS,
     SampleOptions,
+    SampleRows,
     Step,
     sample_blocks,
     sample_workspace_bytes,
@@ -69,7 +71,8 @@ class Sequence:
         constant = [logits, np.frombuffer(bytes(given), np.uint8)]
         logits.flags.writeable = False
         arguments: list[Any] = [constant[0], self.n_tokens, constant[1], self.seen, self.workspace, self.step]
-        self._kernels.run("sample.cu", "sample", self.blocks, SAMPLE_THREADS, [*arguments, self.ring, self.retired])
+        arguments += [self.ring, self.retired, ONE_ROW]
+        self._kernels.run("sample.cu", "sample", self.blocks, SAMPLE_THREADS, arguments)
         slot = int(self.ring[number % RING_WORDS])
         ring[number % RING_WORDS] = slot
         assert np.array_equal(self.ring, ring)
@@ -281,6 +284,36 @@ def test_seeds_and_positions(kernels: KernelRunner) -> None:
             sequence = Sequence(kernels, 2000, position=start)
             tokens.append([sequence.sample(logits, options) for _ in range(3)])
         assert tokens[0] == tokens[1] == [wanted(logits, options, draw) for draw in range(3)]
+
+
+def test_rows(kernels: KernelRunner) -> None:
+    """Sequences that choose at once choose as each alone would, from what is its own; none retires."""
+    n_tokens, stride, n, rows_max, position = 700, 704, 3, 4, 60
+    options = [Options(), Options(temperature=0.0, repeat_penalty=2.0), Options(top_k=20, seed=5)]
+    given = [SampleOptions(o.temperature, o.top_p, o.min_p, o.repeat_penalty, o.seed, o.top_k, 50) for o in options]
+    logits = np.stack([np.resize(normal(n_tokens, seed=row), stride) for row in range(n)])
+    seen = np.zeros((n, 22), np.uint32)
+    seen[1, 3] = 1 << 7
+    logits[1, 3 * 32 + 7] = 30  # the likeliest, but for the penalty
+    logits[1, 5] = 20
+    steps = np.frombuffer(bytearray(b"".join(bytes(Step(35, position, 1)) for _ in range(n))), np.uint8).copy()
+    workspace_bytes = -(-sample_workspace_bytes(n_tokens) // 16) * 16
+    workspace = np.zeros((n, workspace_bytes), np.uint8)
+    ring = np.full((RING_WORDS, rows_max), POISON, np.uint64)
+    packed = np.frombuffer(b"".join(map(bytes, given)), np.uint8)
+    args = [logits, n_tokens, packed, seen, workspace, steps, ring, ctypes.c_uint64(0)]
+    args.append(SampleRows(stride, 22, workspace_bytes, rows_max))
+    kernels.run("sample.cu", "sample", (sample_blocks(n_tokens), n), SAMPLE_THREADS, args)
+    tokens = [
+        wanted(row[:n_tokens], option, position - 50, np.array([3 * 32 + 7]) if i == 1 else None)
+        for i, (row, option) in enumerate(zip(logits, options, strict=True))
+    ]
+    assert ring[35 % RING_WORDS].tolist() == [*tokens, POISON]
+    assert np.all(np.delete(ring, 35 % RING_WORDS, axis=0) == POISON)
+    for row, token in enumerate(tokens):
+        after = Step.from_buffer_copy(steps[16 * row :])
+        assert token is not None and (after.number, after.position, after.token) == (36, position + 1, token)
+        assert seen[row, token // 32] >> (token % 32) & 1
 
 
 def test_layout() -> None:

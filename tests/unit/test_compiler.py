@@ -83,7 +83,7 @@ def nvrtc() -> None:
 ONE_MODEL = ("F32", "Q4_K", "Q6_K")
 """Tensor types of a usual model."""
 
-DECODE = ("attend", "decode", "sample")
+DECODE = ("attend", "batch", "decode", "sample")
 """Sources of which the kernels of a decode step come, by their names' beginnings."""
 
 

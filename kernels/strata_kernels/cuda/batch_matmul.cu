@@ -30,7 +30,7 @@ using namespace strata;
 // y float32 [n][y_stride] = x W^T for the rows of up to three matrices, one after the other; with `add`, y += x W^T.
 // Matrices that are not there have no rows.
 // Launch: sum of ceil(rows / 16) blocks.
-extern "C" __global__ void __launch_bounds__(BATCH_THREADS, 3)
+extern "C" __global__ void __launch_bounds__(BATCH_THREADS, 2)
     matmul_rows(const __half* x, Matrix first, Matrix second, Matrix third, float* y, int n, int k, int y_stride,
                 int add) {
   DYNAMIC_SHARED(shared);
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(BATCH_THREADS, 3)
 // h float16 [n * top_k][d_expert] = HIDDEN_SCALE * silu(W_gate x) * (W_up x), in the order of the groups' rows.
 // `addresses` uint64 [n_experts][3]: gate, up and down of the layer's experts.
 // Launch: any number of blocks; they share the strips of 16 rows of all chosen experts.
-extern "C" __global__ void __launch_bounds__(BATCH_THREADS, 4)
+extern "C" __global__ void __launch_bounds__(BATCH_THREADS, 3)
     gate_up_rows(const __half* x, Groups groups, const uint64_t* addresses, int gate_type, int up_type, __half* h,
                  int n_experts, int top_k, int d_model, int d_expert) {
   DYNAMIC_SHARED(shared);
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(BATCH_THREADS, 4)
 
 // y float32 [n * top_k][d_model] = W_down h, by pair: token * top_k + rank.
 // Launch: any number of blocks; they share the strips of 32 rows of all chosen experts.
-extern "C" __global__ void __launch_bounds__(BATCH_THREADS, 4)
+extern "C" __global__ void __launch_bounds__(BATCH_THREADS, 3)
     down_rows(const __half* h, Groups groups, const uint64_t* addresses, int type, float* y, int n_experts, int d_model,
               int d_expert) {
   DYNAMIC_SHARED(shared);

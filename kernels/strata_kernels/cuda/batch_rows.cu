@@ -165,12 +165,12 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
   __shared__ float sums[ROUTE_WARPS];
   wait_for_previous();
   let_next_start();
-  const int64_t row = blockIdx.x;
+  const int row = blockIdx.x;
   float4* values = reinterpret_cast<float4*>(x + row * d);
+  const float4* results = reinterpret_cast<const float4*>(y + static_cast<int64_t>(row) * top_k * d);
   float square = 0.0f;
   for (int i = threadIdx.x; i < d / 4; i += ROW_THREADS) {
-    const float4 after = combined(values[i], reinterpret_cast<const float4*>(y + row * top_k * d) + i, d / 4,
-                                  weights + row * top_k, top_k);
+    const float4 after = combined(values[i], results + i, d / 4, weights + row * top_k, top_k);
     values[i] = after;
     square += square_of(after);
   }

@@ -26,21 +26,24 @@ struct Magnified {
   static constexpr float BY = F::INTEGER ? 256.0f : 1.0f;
 };
 
-// The values of a group as float16, two a word.
+// The values of a group as float16, two a word; zeros without `exists`.
 template <typename F>
-__device__ __forceinline__ void decode_magnified(const typename F::Raw& raw, int group, uint32_t (&out)[F::VALUES / 2]) {
+__device__ __forceinline__ void decode_magnified(const typename F::Raw& raw, int group, bool exists,
+                                                 uint32_t (&out)[F::VALUES / 2]) {
   if constexpr (F::INTEGER) {
     // Those with a bias or a minimum are not negative.
     constexpr bool SIGNED = F::BIAS == 0 && !F::HAS_MINIMUM;
     const __half2 zero = __float2half2_rn(1024.0f + (SIGNED ? 128.0f : static_cast<float>(F::BIAS)));
+    const float magnify = exists ? Magnified<F>::BY : 0.0f;
     uint32_t q[F::WORDS];
     float scale[F::RUNS], minimum[F::RUNS];
     F::integers(raw, group, F::grid(), q, scale, minimum);
 #pragma unroll
     for (int run = 0; run < F::RUNS; ++run) {
-      const __half2 by = __float2half2_rn(Magnified<F>::BY * scale[run]);
+      const float wide = magnify * scale[run];
+      const __half2 by = __floats2half2_rn(wide, wide);
       __half2 less;
-      if constexpr (F::HAS_MINIMUM) less = __float2half2_rn(-Magnified<F>::BY * minimum[run]);
+      if constexpr (F::HAS_MINIMUM) less = __floats2half2_rn(-magnify * minimum[run], -magnify * minimum[run]);
 #pragma unroll
       for (int i = run * (F::RUN / 4); i < (run + 1) * (F::RUN / 4); ++i) {
         const uint32_t word = SIGNED ? q[i] ^ 0x80808080u : q[i];
@@ -65,7 +68,7 @@ __device__ __forceinline__ void decode_magnified(const typename F::Raw& raw, int
     F::values(raw, values);
 #pragma unroll
     for (int i = 0; i < F::VALUES / 2; ++i) {
-      out[i] = pack_halves(clamp_to_half(values[2 * i]), clamp_to_half(values[2 * i + 1]));
+      out[i] = exists ? pack_halves(clamp_to_half(values[2 * i]), clamp_to_half(values[2 * i + 1])) : 0;
     }
   }
 }
@@ -94,35 +97,30 @@ using FewSums = float[EIGHTS][4];
 template <typename F, int EIGHTS>
 __device__ __forceinline__ void multiply_few(const uint8_t* strip, int count, int k, int part, int parts,
                                              const __half* const (&tokens)[EIGHTS], FewSums<EIGHTS>& sums) {
-  constexpr int NEAR = F::GROUPS % 2 == 0 ? 2 : 1;  // groups of a lane: neighbours may share their scales
+  // A lane takes two neighbouring groups where these may share their scales, which are then decoded once.
+  constexpr int NEAR = F::PAIRED ? 2 : 1, NEARS = F::GROUPS / NEAR;
   const int64_t stride = row_bytes<F>(k);
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, n_groups = k / F::VALUES;
+  const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, n_nears = k / F::BLOCK_VALUES * NEARS;
   // Rows that do not exist are others again.
-  const uint8_t* const rows[2] = {strip + min(g, count - 1) * stride, strip + min(g + 8, count - 1) * stride};
+  const int last = count - 1, lower = g, upper = g + 8;
+  const uint8_t* const rows[2] = {strip + min(lower, last) * stride, strip + min(upper, last) * stride};
 #pragma unroll
   for (int eight = 0; eight < EIGHTS; ++eight) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[eight][i] = 0.0f;
   }
 #pragma unroll 1
-  for (int first = part * (4 * NEAR); first < n_groups; first += parts * (4 * NEAR)) {
-    const bool exists = first + NEAR * t < n_groups;
-    const int at = exists ? first + NEAR * t : 0, block = at / F::GROUPS;
+  for (uint32_t first = 4 * part; first < n_nears; first += 4 * parts) {
+    const bool exists = first + t < n_nears;
+    const uint32_t at = exists ? first + t : 0, block = at / NEARS, in_block = at % NEARS * NEAR;
 #pragma unroll
-    for (int near = 0; near < NEAR; ++near) {
-      const int in_block = at % F::GROUPS + near;
+    for (uint32_t near = 0; near < NEAR; ++near) {
       uint32_t weights[2][F::VALUES / 2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        decode_magnified<F>(F::load(rows[r] + block * F::BLOCK_BYTES, in_block), in_block, weights[r]);
+        decode_magnified<F>(F::load(rows[r] + block * F::BLOCK_BYTES, in_block + near), in_block, exists, weights[r]);
       }
-      if (first + 4 * NEAR > n_groups) {  // for all lanes or none
-#pragma unroll
-        for (int i = 0; i < F::VALUES / 2; ++i) {
-          if (!exists) weights[0][i] = weights[1][i] = 0;
-        }
-      }
-      const int column = block * F::BLOCK_VALUES + F::first(in_block);
+      const int column = block * F::BLOCK_VALUES + F::first(in_block + near);
 #pragma unroll
       for (int run = 0; run < F::RUNS; ++run) {
         uint32_t values[EIGHTS][F::RUN / 2];

@@ -9,6 +9,7 @@
 //   `F::integers(raw, group, grid, q, scale, minimum)`, where F::INTEGER (all but F32, F16, BF16), decodes that to
 //   int8, four in a word, and for each run of the group a scale and, where F::HAS_MINIMUM, a minimum:
 //       value = scale[run] * (q - F::BIAS) - minimum[run]
+//   Where F::PAIRED, a group and the next after an even one are decoded alike: the even one's number does for both.
 //   `decode_group<F>(raw, group, out, grid)` decodes it to float32; `dequantize_group<F>(block, group, out, grid)` also
 //   loads.
 // Must match: strata_kernels.reference.dequantize, bit for bit in float32.

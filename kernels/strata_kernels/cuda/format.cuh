@@ -20,6 +20,7 @@ struct Format {
   static constexpr bool INTEGER = true;
   static constexpr bool HAS_MINIMUM = false;
   static constexpr int BIAS = 0;
+  static constexpr bool PAIRED = false;
 
   static constexpr int VALUES = RUNS * RUN;  // of a group
   static constexpr int WORDS = VALUES / 4;   // that hold its integers

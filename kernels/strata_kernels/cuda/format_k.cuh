@@ -10,6 +10,7 @@ namespace strata {
 // float16: d * scale * q - dmin * minimum. Byte 32 h + i holds the values 128 h + 32 r + i for r = 0 .. 3, two bits
 // each.
 struct Q2_K : Format<256, 84, 4, 8, 32> {
+  static constexpr bool PAIRED = true;
   static constexpr bool HAS_MINIMUM = true;
 
   struct Raw {
@@ -40,6 +41,7 @@ struct Q2_K : Format<256, 84, 4, 8, 32> {
 // d float16: d * (scale - 32) * (q - 4). Byte i of the first 32 holds the third bit of the values 32 b + i as bit b.
 // Scale s has its low bits in nibble s / 8 of byte s % 8, its high ones in pair s / 4 of byte 8 + s % 4.
 struct Q3_K : Format<256, 110, 4, 8, 32> {
+  static constexpr bool PAIRED = true;
   static constexpr int BIAS = 4;
 
   struct Raw {
@@ -102,6 +104,7 @@ __device__ __forceinline__ void scales_and_minima(uint4 head, int pair, float (&
 // 16 bytes of scales and minima, 128 bytes of nibbles: d * scale * q - dmin * minimum. Byte 32 p + i holds the values
 // 64 p + i and 64 p + 32 + i: a pair of sub-blocks.
 struct Q4_K : Format<256, 144, 2, 16, 32> {
+  static constexpr bool PAIRED = true;
   static constexpr bool HAS_MINIMUM = true;
 
   struct Raw {
@@ -127,6 +130,7 @@ struct Q4_K : Format<256, 144, 2, 16, 32> {
 // As Q4_K with a fifth bit for each value between the two (32 bytes): byte i holds that of the values 32 b + i as
 // bit b.
 struct Q5_K : Format<256, 176, 2, 16, 32> {
+  static constexpr bool PAIRED = true;
   static constexpr bool HAS_MINIMUM = true;
 
   struct Raw {
@@ -156,6 +160,7 @@ struct Q5_K : Format<256, 176, 2, 16, 32> {
 // 128 h + 32 r + i, r = 0 .. 3, have their low bits in nibble r / 2 of byte 64 h + 32 (r % 2) + i, and their high
 // ones in pair r of byte 32 h + i of the 64.
 struct Q6_K : Format<256, 210, 2, 16, 64> {
+  static constexpr bool PAIRED = true;
   static constexpr int BIAS = 32;
 
   struct Raw {
