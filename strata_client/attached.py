@@ -11,7 +11,7 @@ from strata_api.v1 import pages
 from strata_client import timings
 from strata_client.connection import Asked, NoDaemon, raise_descriptor_limit
 from strata_client.devices import Peer, choose_device, choose_peers, is_gpu
-from strata_client.mapping import CellShape, Shape, choose_slab_bytes
+from strata_client.mapping import CellShape, KVRange, Shape, choose_slab_bytes
 from strata_client.models.gguf_file import ModelFile
 from strata_client.models.qwen3moe import Qwen3Moe
 from strata_client.output import Signals
@@ -86,30 +86,40 @@ class Attached:
 
         Errors: any `VmmError`.
         """
-        session, model_id = self._session, self.opened.model_id
-        if conversation is None:
-            kv = session.create_kv(model_id, self._device, self._cell, self.context)
-            transcript = Transcript.private(self.context)
-        else:
-            resumed = session.open_conversation(conversation, model_id, self._device, self._cell, self.context)
-            kv, transcript = resumed.kv, Transcript(resumed.tokens)
-            if resumed.began_anew:
-                self._say(f"strata: conversation {conversation} begins anew: {resumed.began_anew}")
-            if session.is_private:
-                self._say(f"strata: conversation {conversation} ends with the private daemon")
+        sequence = self.open_sequence() if conversation is None else self._open_conversation(conversation)
         try:
-            yield TokenSequence(session, kv, self.context, transcript, say=self._say, say_verbose=self._say_verbose)
+            yield sequence
         finally:
-            if session.is_private:
+            if self._session.is_private:
                 pass  # its daemon leaves with all of it
             elif conversation is None:
-                with suppress(VmmError):
-                    session.give_back(kv)
+                self.close_sequence(sequence)
             else:
                 try:
-                    session.park(kv)
+                    self._session.park(sequence.kv)
                 except VmmError as error:
                     self._say(f"strata: conversation {conversation} could not be kept: {error.message}")
+
+    def open_sequence(self) -> TokenSequence:
+        """A sequence without memory as yet. Errors: any `VmmError`."""
+        kv = self._session.create_kv(self.opened.model_id, self._device, self._cell, self.context)
+        return self._sequence(kv, Transcript.private(self.context))
+
+    def close_sequence(self, sequence: TokenSequence) -> None:
+        """Gives a sequence's memory back, if there still is a daemon to take it. No step may use it."""
+        with suppress(VmmError):
+            self._session.give_back(sequence.kv)
+
+    def _open_conversation(self, name: str) -> TokenSequence:
+        resumed = self._session.open_conversation(name, self.opened.model_id, self._device, self._cell, self.context)
+        if resumed.began_anew:
+            self._say(f"strata: conversation {name} begins anew: {resumed.began_anew}")
+        if self._session.is_private:
+            self._say(f"strata: conversation {name} ends with the private daemon")
+        return self._sequence(resumed.kv, Transcript(resumed.tokens))
+
+    def _sequence(self, kv: KVRange, transcript: Transcript) -> TokenSequence:
+        return TokenSequence(self._session, kv, self.context, transcript, say=self._say, say_verbose=self._say_verbose)
 
     def settle(self) -> None:
         """Begins what the first token did not wait for: mapping the experts' homes, in a thread of its own."""
@@ -128,6 +138,7 @@ def attach(
     directories: Sequence[Path],
     *,
     context: int,
+    sequences: int = 1,
     device: str | None,
     kv_type: str | None,
     asked: Asked = Asked(),  # noqa: B008  a tuple
@@ -144,6 +155,7 @@ def attach(
         model: the model of `model_file`, whose descriptors are lent to the daemon.
         directories: runtime directories to look in.
         context: most cells of a sequence.
+        sequences: most of them at once.
         device: what a user calls the device; None for the first.
         kv_type: what a K/V cell shall hold; None for what suits the device.
         asked: what the session asks of a daemon that it shares.
@@ -169,7 +181,7 @@ def attach(
             for layer in range(params.n_layers)
             for expert in range(params.n_experts)
         ]
-        other_bytes = sum(extent.length_bytes for extent in weights) + context * cell.size_bytes
+        other_bytes = sum(extent.length_bytes for extent in weights) + sequences * context * cell.size_bytes
         with timings.stage("start a daemon"):
             session = Session.private(choose_slab_bytes(slots, other_bytes, cell.size_bytes))
         say(f"strata: no daemon at {directories[0]}; started a private one")

@@ -43,6 +43,54 @@ class Decoder(Protocol):
         """The first token is out and more will follow: what that did not need may begin now."""
 
 
+class Text:
+    """The text that a sequence's tokens make, and why it ends.
+
+    Attributes:
+        tokens: how many it has.
+        reason: why it ended; empty while it goes on.
+        detail: a line for the user about that, or empty.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: StopStrings, max_tokens: int) -> None:
+        """Takes stop strings before which it ends, for itself alone, and the most tokens that it may have."""
+        self.tokens = 0
+        self.reason = "" if max_tokens else MAX_TOKENS
+        self.detail = ""
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._stream = Utf8Stream()
+        self._max_tokens = max_tokens
+
+    def take(self, token: int) -> str | None:
+        """Takes the next token; the piece of text that it completes, or None for an end token, which is none of it."""
+        if token in self._tokenizer.end_tokens:
+            self.reason = END
+            return None
+        self.tokens += 1
+        piece = self._stops.feed(self._stream.feed(self._tokenizer.token_bytes(token)))
+        if self._stops.stopped:
+            self.reason = STOP
+        elif self.tokens == self._max_tokens:
+            self.reason = MAX_TOKENS
+        return piece
+
+    def end_without_room(self, sequence: "TokenSequence") -> None:
+        """Ends the text: no cell is left for its last token."""
+        if sequence.position >= sequence.context:
+            self.reason, self.detail = CONTEXT, f"the context of {sequence.context} cells is full"
+        else:
+            self.reason, self.detail = NO_ROOM, sequence.refusal
+
+    def rest(self) -> str:
+        """What was held back, now that the text has ended.
+
+        A character that a limit cut in two is left out; one that the model itself broke off is shown.
+        """
+        rest = self._stops.feed(self._stream.flush()) if self.reason == END else ""
+        return rest + self._stops.flush()
+
+
 @dataclass(frozen=True)
 class Generation:
     """How a generation went. `detail` is a line for the user, or empty."""
@@ -90,34 +138,24 @@ def generate(
         sequence.prepare(len(prompt))
         engine.begin(prompt, options)
     prompted = time.monotonic()
-    stream = Utf8Stream()
-    tokens, reason, detail = 0, MAX_TOKENS, ""
-    while tokens < max_tokens:
+    text = Text(tokenizer, stops, max_tokens)
+    while not text.reason:
         token = engine.next_token()
-        if not tokens:
+        if not text.tokens:
             timings.moment("first token")
-        if token in tokenizer.end_tokens:
-            reason = END
-            break
-        tokens += 1
-        emit(token, stops.feed(stream.feed(tokenizer.token_bytes(token))))
-        if stops.stopped:
-            reason = STOP
-            break
-        if tokens == max_tokens:
-            break
-        if tokens == 1:
-            engine.settle()
-        if not sequence.has_room():
-            full = sequence.position >= sequence.context
-            reason = CONTEXT if full else NO_ROOM
-            detail = f"the context of {sequence.context} cells is full" if full else sequence.refusal
-            break
-    # A character that a limit cut in two is left out; one that the model itself broke off is shown.
-    rest = stops.feed(stream.flush()) if reason == END else ""
-    rest += stops.flush()
+        piece = text.take(token)
+        if piece is not None:
+            emit(token, piece)
+        if not text.reason:
+            if text.tokens == 1:
+                engine.settle()
+            if not sequence.has_room():
+                text.end_without_room(sequence)
+    rest = text.rest()
     if rest:
         emit(None, rest)
     ended = time.monotonic()
     timings.add("decode", prompted, ended)
-    return Generation(len(prompt), sequence.kept, tokens, reason, detail, prompted - began, ended - prompted)
+    return Generation(
+        len(prompt), sequence.kept, text.tokens, text.reason, text.detail, prompted - began, ended - prompted
+    )

@@ -68,26 +68,26 @@ class TokenSequence:
         if self.kv.cells < cells:
             raise LeaseRevoked(f"the daemon took K/V back: {self.kv.cells} cells are left")
 
-    def prepare(self, prompt_tokens: int) -> None:
-        """Makes room for a prompt and, if there is any, for what follows it.
+    def prepare(self, prompt_tokens: int, *, wait: bool = True) -> None:
+        """Makes room for a prompt and, if there is any, for what follows it. `wait`: as `Session.grow`.
 
         Errors: `Exhausted` or `Unavailable` if there is no room for the prompt.
         """
         wanted = min(self.context, prompt_tokens + CELLS_AHEAD)
         if self.grow(wanted) or self.kv.cells >= prompt_tokens:
             return
-        if not self.grow(prompt_tokens, wait=True):
+        if not self.grow(prompt_tokens, wait=wait):
             raise Exhausted(f"no room for the K/V of a prompt of {prompt_tokens} tokens: {self.refusal}")
 
-    def has_room(self) -> bool:
+    def has_room(self, *, wait: bool = True) -> bool:
         """Whether one more token fits; asks for more memory well before none does.
 
-        A refusal is in `refusal`; the sequence goes on with what it has.
+        A refusal is in `refusal`; the sequence goes on with what it has. `wait`: as `Session.grow`, where none does.
         """
         left = self.kv.cells - self.position
         if left < CELLS_LOW and self.kv.cells < self.context and (left <= 0 or self.position >= self._ask_again_at):
             self._ask_again_at = self.position + _RETRY_CELLS
-            self.grow(min(self.context, self.kv.cells + max(self.kv.cells_per_slab, CELLS_LOW)), wait=left <= 0)
+            self.grow(min(self.context, self.kv.cells + max(self.kv.cells_per_slab, CELLS_LOW)), wait=wait and left <= 0)
         return self.position < self.cells
 
     def grow(self, cells: int, *, wait: bool = False) -> bool:

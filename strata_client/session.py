@@ -286,11 +286,9 @@ class Session:
         return reply
 
     def give_back(self, kv: KVRange) -> None:
-        """Unmaps a range's slabs and gives them all back."""
-        self._unmap_beyond(kv.range, 0)
-        if not self._gone:
-            request = wire.ShrinkRangeRequest(range_id=kv.range.range_id, cells=0)
-            self._call("ShrinkRange", request, timeout=_GIVE_BACK_TIMEOUT_S)
+        """Unmaps a range and gives it back for good. No step may use it."""
+        with kv.range.lock:
+            self.close_range(kv.range, _GIVE_BACK_TIMEOUT_S)
 
     def park(self, kv: KVRange) -> None:
         """Unmaps a conversation's slabs and leaves it with the daemon. Errors: any `VmmError`."""
@@ -344,14 +342,14 @@ class Session:
         if not self._gone:
             self._call("ShrinkRange", wire.ShrinkRangeRequest(range_id=range_.range_id, cells=CELLS_MULTIPLE * slabs))
 
-    def close_range(self, range_: MappedRange) -> None:
+    def close_range(self, range_: MappedRange, timeout_s: float | None = None) -> None:
         """Unmaps a range and gives it back for good. The range's lock held."""
         self._unmap_beyond(range_, 0)
         with self._order:
             self._ranges.pop(range_.range_id, None)
         range_.close()
         if not self._gone:
-            self._call("CloseRange", wire.CloseRangeRequest(range_id=range_.range_id))
+            self._call("CloseRange", wire.CloseRangeRequest(range_id=range_.range_id), timeout=timeout_s)
 
     def _unmap_beyond(self, range_: MappedRange, slabs: int) -> None:
         with self._lock:

@@ -5,7 +5,7 @@ of transformers' `Qwen3MoeForCausalLM` with `norm_topk_prob`.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import numpy as np
@@ -189,58 +189,103 @@ class Qwen3Moe:
         Raises:
             ModelError: a token is not below `n_vocab`.
         """
+        logits = self._forward(tokens[None], [position], memory, [cache], prompt=prompt, all_logits=all_logits)
+        return logits[0] if all_logits else logits[0, 0]
+
+    def decode(self, tokens: I32, positions: Sequence[int], memory: Memory, caches: Sequence[KVCache]) -> F32:
+        """Runs one token of each of several sequences through the model; each's K and V go into its cache.
+
+        An expert is decoded once for all. The logits are those that `forward` gives for each alone, to the bit.
+
+        Args:
+            tokens: int32 `[n_sequences]`, at least one.
+            positions: each one's cell; the cells before it are filled.
+            memory: of this model's file. Within a published step.
+            caches: the sequences', with room for the tokens.
+
+        Returns:
+            Logits float32 `[n_sequences, n_vocab]`, as `forward` has them.
+
+        Raises:
+            ModelError: a token is not below `n_vocab`.
+        """
+        return self._forward(tokens[:, None], positions, memory, caches, prompt=False, all_logits=False)[:, 0]
+
+    def _forward(
+        self,
+        tokens: I32,
+        positions: Sequence[int],
+        memory: Memory,
+        caches: Sequence[KVCache],
+        *,
+        prompt: bool,
+        all_logits: bool,
+    ) -> F32:
+        """Several tokens of one sequence, or one of each of several: int32 `[n_sequences, n]`.
+
+        Sequences are an axis of their own up to the last product, so that what a row gives does not depend on how
+        many others there are: numpy multiplies each sequence's `[n, d]` by itself.
+
+        Returns:
+            Logits float32 `[n_sequences, n or 1, n_vocab]`.
+        """
         params = self.params
         if tokens.min() < 0 or tokens.max() >= params.n_vocab:
             raise ModelError(f"token {tokens.max()} does not exist: the model has {params.n_vocab}")
         with np.errstate(over="ignore", invalid="ignore"):  # damaged weights show in the logits
             x = self._embedding(tokens, memory)
             for layer in range(params.n_layers):
-                x = x + self._attention(layer, x, position, memory, cache)
+                x = x + self._attention(layer, x, positions, memory, caches)
                 x = x + self._mixture(layer, x, memory, prompt)
-            logits = self._logits(x if all_logits else x[-1:], memory)
-        return logits if all_logits else logits[0]
+            return self._logits(x if all_logits else x[:, -1:], memory)
 
     def _embedding(self, tokens: I32, memory: Memory) -> F32:
-        """Rows of the embedding, float32 `[n, d_model]`."""
+        """Rows of the embedding, float32 `[n_sequences, n, d_model]`."""
         table = self._tensors["token_embd.weight"]
-        return embedding(tokens, memory.weight(table.name).reshape(self.params.n_vocab, -1), table.type)
+        rows = embedding(tokens.ravel(), memory.weight(table.name).reshape(self.params.n_vocab, -1), table.type)
+        return rows.reshape(*tokens.shape, -1)
 
     def _logits(self, x: F32, memory: Memory) -> F32:
-        """Scores of all ids, float32 `[n, n_vocab]`."""
+        """Scores of all ids, float32 `[n_sequences, n, n_vocab]`."""
         x = rms_norm(x, self._weight(memory, "output_norm.weight"), self.params.rms_eps)
         logits = matmul(x, self._weight(memory, "token_embd.weight" if self.tied_output else "output.weight"))
-        logits[:, self.params.n_tokens :] = -np.inf
+        logits[..., self.params.n_tokens :] = -np.inf
         return logits
 
-    def _attention(self, layer: int, x: F32, position: int, memory: Memory, cache: KVCache) -> F32:
-        """Attention of one layer, float32 `[n, d_model]`."""
-        params, blk, n = self.params, f"blk.{layer}.", len(x)
+    def _attention(
+        self, layer: int, x: F32, positions: Sequence[int], memory: Memory, caches: Sequence[KVCache]
+    ) -> F32:
+        """Attention of one layer, float32 `[n_sequences, n, d_model]`."""
+        params, blk, shape = self.params, f"blk.{layer}.", x.shape[:2]
         h = rms_norm(x, self._weight(memory, blk + "attn_norm.weight"), params.rms_eps)
-        q = matmul(h, self._weight(memory, blk + "attn_q.weight")).reshape(n, params.n_heads, params.head_dim)
-        k = matmul(h, self._weight(memory, blk + "attn_k.weight")).reshape(n, params.n_kv_heads, params.head_dim)
-        v = matmul(h, self._weight(memory, blk + "attn_v.weight")).reshape(n, params.n_kv_heads, params.head_dim)
+        q = matmul(h, self._weight(memory, blk + "attn_q.weight")).reshape(*shape, params.n_heads, params.head_dim)
+        k = matmul(h, self._weight(memory, blk + "attn_k.weight")).reshape(*shape, params.n_kv_heads, params.head_dim)
+        v = matmul(h, self._weight(memory, blk + "attn_v.weight")).reshape(*shape, params.n_kv_heads, params.head_dim)
         q = rms_norm(q, self._weight(memory, blk + "attn_q_norm.weight"), params.rms_eps)
         k = rms_norm(k, self._weight(memory, blk + "attn_k_norm.weight"), params.rms_eps)
-        q = rope(q, position, params.rope_freq_base, params.rope_scale)
-        k = rope(k, position, params.rope_freq_base, params.rope_scale)
-        segments = cache.segments(layer, position + n)
-        kv_store(k, v, segments, position)
-        out = attention(q, segments, position)
-        return matmul(out.reshape(n, -1), self._weight(memory, blk + "attn_output.weight"))
+        out = np.empty_like(q)
+        for i, (position, cache) in enumerate(zip(positions, caches, strict=True)):
+            segments = cache.segments(layer, position + shape[1])
+            kv_store(rope(k[i], position, params.rope_freq_base, params.rope_scale), v[i], segments, position)
+            out[i] = attention(rope(q[i], position, params.rope_freq_base, params.rope_scale), segments, position)
+        return matmul(out.reshape(*shape, -1), self._weight(memory, blk + "attn_output.weight"))
 
     def _mixture(self, layer: int, x: F32, memory: Memory, prompt: bool) -> F32:
-        """The routed experts of one layer, float32 `[n, d_model]`."""
+        """The routed experts of one layer, float32 `[n_sequences, n, d_model]`."""
         params, blk = self.params, f"blk.{layer}."
+        n_sequences, _, d_model = x.shape
         h = rms_norm(x, self._weight(memory, blk + "ffn_norm.weight"), params.rms_eps)
         scores = matmul(h, self._weight(memory, blk + "ffn_gate_inp.weight"))
-        experts, weights = router(scores, params.top_k)
+        experts, weights = router(scores.reshape(-1, params.n_experts), params.top_k)
         memory.routed(layer, experts, prompt=prompt)
-        out = np.zeros_like(x)
+        h = h.reshape(-1, d_model)
+        out = np.zeros_like(h)
         for expert in np.unique(experts).tolist():
             rows, ranks = np.nonzero(experts == expert)
-            y = expert_ffn(h[rows], *self._expert(memory, layer, expert))
-            out[rows] += weights[rows, ranks, None] * y
-        return out
+            chosen = h[rows].reshape(-1, 1 if n_sequences > 1 else len(rows), d_model)
+            y = expert_ffn(chosen, *self._expert(memory, layer, expert))
+            out[rows] += weights[rows, ranks, None] * y.reshape(-1, d_model)
+        return out.reshape(x.shape)
 
     def _weight(self, memory: Memory, name: str) -> F32:
         """A tensor of the weights range, decoded once: float32, slowest dimension first."""

@@ -13,12 +13,12 @@ def expert_ffn(x: F32, gate: F32, up: F32, down: F32) -> F32:
     """`down(silu(gate(x)) * up(x))`.
 
     Args:
-        x: float32 `[n, d_model]`, the tokens routed to this expert.
+        x: float32 `[..., n, d_model]`, the tokens routed to this expert.
         gate: float32 `[d_expert, d_model]`.
         up: float32 `[d_expert, d_model]`.
         down: float32 `[d_model, d_expert]`.
 
     Returns:
-        float32 `[n, d_model]`, not yet weighted.
+        float32 `[..., n, d_model]`, not yet weighted.
     """
     return matmul(swiglu(matmul(x, gate), matmul(x, up)), down)

@@ -8,11 +8,11 @@ def swiglu(gate: npt.NDArray[np.float32], up: npt.NDArray[np.float32]) -> npt.ND
     """`silu(gate) * up`, where `silu(x) = x / (1 + exp(-x))`.
 
     Args:
-        gate: float32 `[n, d]`.
-        up: float32 `[n, d]`.
+        gate: float32 `[..., d]`.
+        up: float32 `[..., d]`.
 
     Returns:
-        float32 `[n, d]`.
+        float32 `[..., d]`.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
     """
