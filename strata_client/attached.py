@@ -12,6 +12,7 @@ from strata_client import timings
 from strata_client.connection import Asked, NoDaemon, raise_descriptor_limit
 from strata_client.devices import Peer, choose_device, choose_peers, is_gpu
 from strata_client.mapping import CellShape, KVRange, Shape, choose_slab_bytes
+from strata_client.models.base import F32
 from strata_client.models.gguf_file import ModelFile
 from strata_client.models.qwen3moe import Qwen3Moe
 from strata_client.output import Signals
@@ -76,6 +77,7 @@ class Attached:
         self._cell = cell
         self._say = say
         self._say_verbose = say_verbose
+        self._sequences: list[TokenSequence] = []
 
     @contextmanager
     def sequence(self, conversation: str | None = None) -> Iterator[TokenSequence]:
@@ -107,6 +109,7 @@ class Attached:
 
     def close_sequence(self, sequence: TokenSequence) -> None:
         """Gives a sequence's memory back, if there still is a daemon to take it. No step may use it."""
+        self._sequences.remove(sequence)
         with suppress(VmmError):
             self._session.give_back(sequence.kv)
 
@@ -119,7 +122,48 @@ class Attached:
         return self._sequence(resumed.kv, Transcript(resumed.tokens))
 
     def _sequence(self, kv: KVRange, transcript: Transcript) -> TokenSequence:
-        return TokenSequence(self._session, kv, self.context, transcript, say=self._say, say_verbose=self._say_verbose)
+        sequence = TokenSequence(
+            self._session, kv, self.context, transcript, say=self._say, say_verbose=self._say_verbose
+        )
+        self._sequences.append(sequence)
+        return sequence
+
+    @property
+    def cells(self) -> int:
+        """Cells filled, of all sequences that are open."""
+        return sum(sequence.position for sequence in self._sequences)
+
+    def step_on_host(
+        self, parts: Sequence[tuple[TokenSequence, Sequence[int]]], evaluate: Callable[[], F32], *, prompt: bool
+    ) -> F32:
+        """Runs a step on the host that evaluates tokens at the end of sequences.
+
+        Args:
+            parts: sequences, each with its tokens.
+            evaluate: fills their cells and gives logits, within the published step. Signals may break it off.
+            prompt: the tokens are a prompt's.
+
+        Errors: `LeaseRevoked` if the daemon has taken cells back; what `evaluate` raises.
+        """
+        signals, opened = self.signals, self.opened
+        signals.between_steps()
+        n = sum(len(tokens) for _, tokens in parts)
+        signals.hold()
+        try:
+            with opened.steps.step():
+                for sequence, tokens in parts:
+                    sequence.check_cells(sequence.position + len(tokens))
+                opened.memory.count(n, prompt=prompt)
+                signals.release()
+                logits = evaluate()
+                signals.hold()
+        finally:
+            signals.release()
+        for sequence, tokens in parts:
+            sequence.position += len(tokens)
+            sequence.transcript.add(tokens)
+        opened.steps.count(n, self.cells)
+        return logits
 
     def settle(self) -> None:
         """Begins what the first token did not wait for: mapping the experts' homes, in a thread of its own."""

@@ -40,30 +40,19 @@ class Engine:
 
         Errors: `LeaseRevoked` if the daemon has taken cells back.
         """
-        signals, opened, sequence = self.attached.signals, self.attached.opened, self.sequence
-        signals.between_steps()
-        n = len(tokens)
-        signals.hold()
-        try:
-            with opened.steps.step():
-                sequence.check_cells(sequence.position + n)
-                opened.memory.count(n, prompt=prompt)
-                signals.release()
-                logits = self.attached.model.forward(
-                    np.asarray(tokens, np.int32),
-                    sequence.position,
-                    opened.memory,
-                    sequence.kv,
-                    prompt=prompt,
-                    all_logits=all_logits,
-                )
-                signals.hold()
-        finally:
-            signals.release()
-        sequence.position += n
-        sequence.transcript.add(tokens)
-        opened.steps.count(n, sequence.position)
-        return logits
+        attached, sequence = self.attached, self.sequence
+        return attached.step_on_host(
+            [(sequence, tokens)],
+            lambda: attached.model.forward(
+                np.asarray(tokens, np.int32),
+                sequence.position,
+                attached.opened.memory,
+                sequence.kv,
+                prompt=prompt,
+                all_logits=all_logits,
+            ),
+            prompt=prompt,
+        )
 
     def prefill(self, tokens: Sequence[int]) -> F32:
         """Evaluates a prompt in chunks; logits float32 `[n_vocab]` of its last token."""

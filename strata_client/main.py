@@ -9,8 +9,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -20,6 +20,7 @@ import click
 from strata_client import timings
 
 if TYPE_CHECKING:
+    from strata_client.attached import Attached
     from strata_client.engine import Engine
     from strata_client.output import Output
     from strata_client.sampler import SamplerOptions
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
 
 PROGRAM = "strata-client"
 DEFAULT_MODEL = str(Path(__file__).parent / "data" / "tiny-IQ3_S.gguf")
+ROWS_MAX, ROWS_DEFAULT = 64, 16
 KV_TYPES = ("f32", "f16", "bf16", "q8_0")
 _CONTEXT_MULTIPLE = 256
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SIZE = re.compile(rf"(\d{{1,20}}) ?({'|'.join(_UNITS)})?")
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+_Engine = TypeVar("_Engine")
 
 
 class ClientError(Exception):
@@ -152,8 +155,15 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("prompt", required=False)
+@click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
 @click.option("-f", "--file", "prompt_file", help="Read the prompt from this UTF-8 file.")
+@click.option("--prompts", "prompts_file", metavar="FILE", help="Continue each line of this UTF-8 file.")
+@click.option(
+    "--batch",
+    type=click.IntRange(1, ROWS_MAX),
+    metavar="N",
+    help=f"Most prompts to continue at once.  [default: {ROWS_DEFAULT} with several prompts]",
+)
 @_run_options
 @click.option("--max-tokens", type=click.IntRange(min=0), default=256, show_default=True, help="Most tokens of text.")
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="0 always takes the likeliest token.")
@@ -170,8 +180,8 @@ def cli() -> None:
     " begins alike.",
 )
 @click.option("--stop", "stop_strings", multiple=True, help="End the text before this; may be given several times.")
-def generate(prompt: str | None, prompt_file: str | None, **options: Any) -> None:
-    """Continues PROMPT (or a file, or standard input)."""
+def generate(prompts: tuple[str, ...], prompt_file: str | None, **options: Any) -> None:
+    """Continues PROMPT (or a file, or standard input); or several, some of them at once."""
     run = RunOptions.taken_from(options)
     with timings.stage("imports"):
         from strata_client.startup import begin_cuda
@@ -181,16 +191,23 @@ def generate(prompt: str | None, prompt_file: str | None, **options: Any) -> Non
         from strata_client.sampler import SamplerOptions
         from strata_client.text import StopStrings
 
+    stop_strings, max_tokens = options.pop("stop_strings"), options.pop("max_tokens")
+    conversation, prompts_file, rows = (options.pop(name) for name in ("conversation", "prompts_file", "batch"))
     try:
-        stops = StopStrings(options.pop("stop_strings"))
-        max_tokens, conversation = options.pop("max_tokens"), options.pop("conversation")
+        stops = StopStrings(stop_strings)
         sampling = SamplerOptions(**options)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    text = _prompt_text(prompt, prompt_file)
     output = Output()
-    with _opened(run, text, room=max_tokens, conversation=conversation) as (engine, tokenizer, tokens):
-        _generate(run, engine, tokenizer, tokens, sampling, stops, max_tokens, output)
+    if len(prompts) > 1 or prompts_file is not None or rows is not None:
+        if conversation is not None:
+            raise click.UsageError("--conversation is of one prompt: leave it out, or --batch and the other prompts")
+        texts = _prompt_texts(prompts, prompt_file, prompts_file)
+        _generate_batch(run, texts, sampling, stop_strings, max_tokens, min(rows or ROWS_DEFAULT, len(texts)), output)
+        return
+    text = _prompt_text(prompts[0] if prompts else None, prompt_file)
+    with _opened(run, [("", text)], max_tokens, _one_sequence(conversation)) as (engine, tokenizer, tokens):
+        _generate(run, engine, tokenizer, tokens[0], sampling, stops, max_tokens, output)
 
 
 def _generate(
@@ -230,7 +247,7 @@ def _generate(
                 "decode_s": round(done.decode_s, 4),
                 "tokens_per_s": round(done.tokens_per_s, 2),
                 "start_up_s": round(start_up_s, 3),
-                **_stages(run, engine),
+                **_stages(run, engine.attached),
             }
         )
     else:
@@ -242,7 +259,61 @@ def _generate(
         f"strata: {done.tokens} tokens in {done.decode_s:.2f} s ({done.tokens_per_s:.1f} tok/s); "
         f"prompt of {done.prompt_tokens} tokens{kept} in {done.prompt_s:.2f} s; start-up {start_up_s:.2f} s"
     )
-    _say_stages(run, engine)
+    _say_stages(run, engine.attached)
+
+
+def _generate_batch(
+    run: RunOptions,
+    texts: list[tuple[str, str]],
+    sampling: "SamplerOptions",
+    stop_strings: tuple[str, ...],
+    max_tokens: int,
+    rows: int,
+    output: "Output",
+) -> None:
+    """Continues prompts, each with a name for errors, so many at once; prints their texts in order."""
+    from strata_client.batch import Batch, load_batch, open_batch_engine
+    from strata_client.output import say, seconds_since_start
+    from strata_client.results import Results
+
+    results = Results(output, as_json=run.as_json)
+    with _opened(
+        run, texts, max_tokens, lambda attached: open_batch_engine(attached, rows), sequences=rows, load=load_batch
+    ) as (engine, tokenizer, prompts):
+        start_up_s = seconds_since_start()
+        batch = Batch(
+            engine,
+            tokenizer,
+            options=sampling,
+            stop_strings=stop_strings,
+            max_tokens=max_tokens,
+            rows_max=rows,
+            on_result=results.add,
+        )
+        try:
+            batch.run(prompts)
+        finally:
+            results.flush()
+        took_s = seconds_since_start() - start_up_s
+        rate = results.tokens / took_s
+        if run.as_json:
+            statistics = {
+                "prompts": results.printed,
+                "prompt_tokens": results.prompt_tokens,
+                "tokens": results.tokens,
+                "batch_s": round(took_s, 4),
+                "tokens_per_s": round(rate, 2),
+                "start_up_s": round(start_up_s, 3),
+                **_stages(run, engine.attached),
+            }
+            output.object(statistics=statistics)
+        say(
+            f"strata: {results.tokens} tokens of {results.printed} texts, {rows} at once, in {took_s:.2f} s "
+            f"({rate:.1f} tok/s); prompts of {results.prompt_tokens} tokens among it; start-up {start_up_s:.2f} s"
+        )
+        _say_stages(run, engine.attached)
+    if results.refused:
+        raise ClientError(f"{results.refused} of {results.printed} prompts have no text, as there was no memory")
 
 
 @cli.command()
@@ -266,17 +337,22 @@ def perplexity(file: str, save_logits: str | None, **options: Any) -> None:
     text = _prompt_text(None, file)
     output = Output()
     target = Path(save_logits) if save_logits is not None else None
-    with _opened(run, text, room=None) as (engine, _, tokens):
+    with _opened(run, [("", text)], None, _one_sequence()) as (engine, _, tokens):
         start_up_s = seconds_since_start()
         try:
             with replacing(target) as logits_file:
-                done = measure(engine, tokens, logits_file)
+                done = measure(engine, tokens[0], logits_file)
         except OSError as error:
             raise ClientError(f"cannot write {save_logits}: {(error.strerror or str(error)).lower()}") from error
         if run.as_json:
             nll, value = (done.mean_nll, done.perplexity) if done.predicted else (None, None)
             output.object(
-                statistics={"tokens": done.tokens, "mean_nll": nll, "perplexity": value, **_stages(run, engine)}
+                statistics={
+                    "tokens": done.tokens,
+                    "mean_nll": nll,
+                    "perplexity": value,
+                    **_stages(run, engine.attached),
+                }
             )
         elif done.predicted:
             output.text(f"tokens {done.tokens}  mean NLL {done.mean_nll:.6f}  perplexity {done.perplexity:.4f}\n")
@@ -284,7 +360,7 @@ def perplexity(file: str, save_logits: str | None, **options: Any) -> None:
             output.text(f"tokens {done.tokens}  nothing to predict\n")
         seconds = seconds_since_start() - start_up_s
         say(f"strata: {done.tokens} tokens in {seconds:.2f} s; start-up {start_up_s:.2f} s")
-        _say_stages(run, engine)
+        _say_stages(run, engine.attached)
 
 
 @cli.command()
@@ -301,13 +377,12 @@ def inspect(model: str) -> None:
             output.text(line + "\n")
 
 
-def _stages(run: RunOptions, engine: "Engine") -> dict[str, Any]:
+def _stages(run: RunOptions, attached: "Attached") -> dict[str, Any]:
     """What `--stats` adds to the statistics; zero is the start of this process."""
     from strata_client.output import seconds_since_start
 
     if not run.stats:
         return {}
-    attached = engine.attached
     peers = [
         {"device": peer.device.uuid, "read": "in place", "experts": attached.experts_on(peer)}
         for peer in attached.peers
@@ -315,14 +390,14 @@ def _stages(run: RunOptions, engine: "Engine") -> dict[str, Any]:
     return {"stages": timings.as_objects(timings.stages(), time.monotonic() - seconds_since_start()), "peers": peers}
 
 
-def _say_stages(run: RunOptions, engine: "Engine") -> None:
+def _say_stages(run: RunOptions, attached: "Attached") -> None:
     from strata_client.output import say, seconds_since_start
 
     if run.stats and not run.as_json:
         for line in timings.as_lines(timings.stages(), time.monotonic() - seconds_since_start()):
             say(line)
-        for peer in engine.attached.peers:
-            say(f"strata: {peer.device.uuid} is read in place and holds {engine.attached.experts_on(peer)} experts")
+        for peer in attached.peers:
+            say(f"strata: {peer.device.uuid} is read in place and holds {attached.experts_on(peer)} experts")
 
 
 def _prompt_text(prompt: str | None, prompt_file: str | None) -> str:
@@ -344,26 +419,64 @@ def _prompt_text(prompt: str | None, prompt_file: str | None) -> str:
         raise ClientError(f"cannot read {prompt_file or 'standard input'}: {error.strerror or error}") from error
 
 
+def _prompt_texts(prompts: tuple[str, ...], prompt_file: str | None, prompts_file: str | None) -> list[tuple[str, str]]:
+    """The prompts of a batch, each with a name for errors. Errors: as `_prompt_text`."""
+    from strata_client.text import read_prompts_file
+
+    if prompts_file is None:
+        if len(prompts) <= 1:
+            return [("", _prompt_text(prompts[0] if prompts else None, prompt_file))]
+        if prompt_file is not None:
+            raise click.UsageError("prompts and -f were given: give one of them")
+        return [(f"prompt {number}", _prompt_text(prompt, None)) for number, prompt in enumerate(prompts, 1)]
+    if prompts or prompt_file is not None:
+        raise click.UsageError("--prompts and another prompt were given: give one of them")
+    try:
+        return read_prompts_file(prompts_file)
+    except ValueError as error:
+        raise ClientError(str(error)) from error
+    except OSError as error:
+        raise ClientError(f"cannot read {prompts_file}: {error.strerror or error}") from error
+
+
+def _one_sequence(conversation: str | None = None) -> Callable[["Attached"], AbstractContextManager["Engine"]]:
+    """What opens the engine of one sequence."""
+
+    def open_one(attached: "Attached") -> AbstractContextManager["Engine"]:
+        from strata_client.engine import open_engine
+
+        return open_engine(attached, conversation)
+
+    return open_one
+
+
 @contextmanager
 def _opened(
-    run: RunOptions, text: str, room: int | None, conversation: str | None = None
-) -> Iterator[tuple["Engine", "Tokenizer", list[int]]]:
+    run: RunOptions,
+    texts: Sequence[tuple[str, str]],
+    room: int | None,
+    open_engine: Callable[["Attached"], AbstractContextManager[_Engine]],
+    *,
+    sequences: int = 1,
+    load: Callable[..., Any] | None = None,
+) -> Iterator[tuple[_Engine, "Tokenizer", list[list[int]]]]:
     """Everything that a command needs, checked in the order of what is cheapest to refuse.
 
     Args:
         run: the command's options.
-        text: the prompt, or the text to measure.
-        room: tokens that shall follow the prompt; None allows a text longer than the context.
-        conversation: name of the one that the prompt goes on with.
+        texts: the prompts, or the text to measure, each with a name that errors begin with.
+        room: tokens that shall follow a prompt; None allows a text longer than the context.
+        open_engine: opens what evaluates them.
+        sequences: most of them at once.
+        load: loads a GPU's kernels; see `attach`.
     """
     from strata_client.output import Signals, say
 
     signals = Signals()
     signals.install()
     with timings.stage("imports"):
-        from strata_client.attached import attach
+        from strata_client.attached import attach, load_decoder
         from strata_client.connection import Asked, runtime_directories
-        from strata_client.engine import open_engine
         from strata_client.model_cache import models_directory, open_model
         from strata_client.models.qwen3moe import Qwen3Moe
         from strata_client.tokenizer import Tokenizer
@@ -375,10 +488,16 @@ def _opened(
             model = Qwen3Moe(model_file)
         with timings.stage("tokenizer"):
             tokenizer = Tokenizer(vocabulary)
-            tokens = tokenizer.encode(text, special=run.special)
-        if not tokens:
-            raise ClientError("the prompt is empty and the model has no BOS token to start from: give some text")
-        context = choose_context(run.context, model.params.context_length, len(tokens), room)
+            prompts = [tokenizer.encode(text, special=run.special) for _, text in texts]
+        names = [f"{name}: " if name else "" for name, _ in texts]
+        for name, tokens in zip(names, prompts, strict=True):
+            if not tokens:
+                raise ClientError(
+                    f"{name}the prompt is empty and the model has no BOS token to start from: give some text"
+                )
+        lengths = [len(tokens) for tokens in prompts]
+        longest = lengths.index(max(lengths))
+        context = choose_context(run.context, model.params.context_length, lengths[longest], room, names[longest])
 
         def say_verbose(line: str) -> None:
             if run.verbose:
@@ -391,6 +510,7 @@ def _opened(
                     model_file,
                     runtime_directories(run.socket_path),
                     context=context,
+                    sequences=sequences,
                     device=run.device,
                     peer_devices=run.peer_devices,
                     kv_type=run.kv_type,
@@ -399,15 +519,16 @@ def _opened(
                     say_verbose=say_verbose,
                     signals=signals,
                     progress=progress,
+                    load=load or load_decoder,
                 )
             )
-        engine = stack.enter_context(open_engine(attached, conversation))
+        engine = stack.enter_context(open_engine(attached))
         gc.freeze()  # of what the start made nothing becomes garbage
         gc.enable()
-        yield engine, tokenizer, tokens
+        yield engine, tokenizer, prompts
 
 
-def choose_context(asked: int | None, model_context: int, n_tokens: int, room: int | None) -> int:
+def choose_context(asked: int | None, model_context: int, n_tokens: int, room: int | None, name: str = "") -> int:
     """The context to run with.
 
     Args:
@@ -415,6 +536,7 @@ def choose_context(asked: int | None, model_context: int, n_tokens: int, room: i
         model_context: the model's own.
         n_tokens: tokens of the prompt.
         room: tokens that shall follow it; None allows a text longer than the context.
+        name: what an error about the prompt begins with.
 
     Errors: `UsageError` (`--context` out of range), `ClientError` (a prompt that does not fit).
     """
@@ -424,7 +546,9 @@ def choose_context(asked: int | None, model_context: int, n_tokens: int, room: i
         need = n_tokens + (room or 0)
         asked = min(model_context, -(-need // _CONTEXT_MULTIPLE) * _CONTEXT_MULTIPLE)
     if room is not None and n_tokens > asked:
-        raise ClientError(f"the prompt has {n_tokens} tokens and the context is {asked}: shorten it or raise --context")
+        raise ClientError(
+            f"{name}the prompt has {n_tokens} tokens and the context is {asked}: shorten it or raise --context"
+        )
     return asked
 
 

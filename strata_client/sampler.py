@@ -53,10 +53,11 @@ class SamplerOptions:
 class Sampler:
     """Draws tokens; the same options with a seed draw the same tokens from the same logits, as those of a GPU do."""
 
-    def __init__(self, options: SamplerOptions) -> None:
+    def __init__(self, options: SamplerOptions, draws: int = 0) -> None:
+        """Goes on after so many tokens that were drawn before."""
         self._options = options
         self._seed = int.from_bytes(os.urandom(8)) if options.seed is None else options.seed
-        self._draws = 0
+        self._draws = draws
 
     def sample(self, logits: F32, seen: Collection[int] = ()) -> int:
         """The next token.

@@ -87,7 +87,9 @@ class TokenSequence:
         left = self.kv.cells - self.position
         if left < CELLS_LOW and self.kv.cells < self.context and (left <= 0 or self.position >= self._ask_again_at):
             self._ask_again_at = self.position + _RETRY_CELLS
-            self.grow(min(self.context, self.kv.cells + max(self.kv.cells_per_slab, CELLS_LOW)), wait=wait and left <= 0)
+            self.grow(
+                min(self.context, self.kv.cells + max(self.kv.cells_per_slab, CELLS_LOW)), wait=wait and left <= 0
+            )
         return self.position < self.cells
 
     def grow(self, cells: int, *, wait: bool = False) -> bool:

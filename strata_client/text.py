@@ -99,10 +99,31 @@ def read_prompt_file(path: str) -> str:
         ValueError: the file is not UTF-8; the message has the place of the first wrong byte, counted from 0.
         OSError: it cannot be read.
     """
-    data = Path(path).read_bytes()
+    return _decoded(Path(path).read_bytes(), path)
+
+
+def read_prompts_file(path: str) -> list[tuple[str, str]]:
+    """The lines of a UTF-8 file, each with a name such as ``FILE, line 3``.
+
+    Lines end with LF or CR LF, the last perhaps with neither; nothing else is taken from them.
+
+    Raises:
+        ValueError: the file is empty, or a line is not UTF-8; the message has its number.
+        OSError: it cannot be read.
+    """
+    lines = Path(path).read_bytes().split(b"\n")
+    if not lines[-1]:
+        del lines[-1]
+    if not lines:
+        raise ValueError(f"{path}: the file is empty; write a prompt on each line")
+    names = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
+    return [(name, _decoded(line.removesuffix(b"\r"), name)) for name, line in zip(names, lines, strict=True)]
+
+
+def _decoded(data: bytes, name: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path}: not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}; convert the file to UTF-8"
+            f"{name}: not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}; convert the file to UTF-8"
         ) from None

@@ -190,7 +190,7 @@ class Qwen3Moe:
             ModelError: a token is not below `n_vocab`.
         """
         logits = self._forward(tokens[None], [position], memory, [cache], prompt=prompt, all_logits=all_logits)
-        return logits[0] if all_logits else logits[0, 0]
+        return logits.reshape(-1, self.params.n_vocab) if all_logits else logits.reshape(-1)
 
     def decode(self, tokens: I32, positions: Sequence[int], memory: Memory, caches: Sequence[KVCache]) -> F32:
         """Runs one token of each of several sequences through the model; each's K and V go into its cache.
@@ -209,7 +209,8 @@ class Qwen3Moe:
         Raises:
             ModelError: a token is not below `n_vocab`.
         """
-        return self._forward(tokens[:, None], positions, memory, caches, prompt=False, all_logits=False)[:, 0]
+        logits = self._forward(tokens[:, None], positions, memory, caches, prompt=False, all_logits=False)
+        return logits.reshape(len(tokens), -1)
 
     def _forward(
         self,
