@@ -97,6 +97,7 @@ class Attached:
             elif conversation is None:
                 self.close_sequence(sequence)
             else:
+                self._sequences.remove(sequence)
                 try:
                     self._session.park(sequence.kv)
                 except VmmError as error:
@@ -164,6 +165,12 @@ class Attached:
             sequence.transcript.add(tokens)
         opened.steps.count(n, self.cells)
         return logits
+
+    def close(self) -> None:
+        """Closes the sequences that are open still, unless their daemon leaves with all of them."""
+        if not self._session.is_private:
+            for sequence in list(self._sequences):
+                self.close_sequence(sequence)
 
     def settle(self) -> None:
         """Begins what the first token did not wait for: mapping the experts' homes, in a thread of its own."""
@@ -255,7 +262,7 @@ def attach(
         )
         for line in peer_lines(peers, opened, shape):
             say(line)
-        yield Attached(
+        attached = Attached(
             model,
             session,
             opened,
@@ -268,6 +275,10 @@ def attach(
             say_verbose=say_verbose,
             signals=signals,
         )
+        try:
+            yield attached
+        finally:
+            attached.close()
     finally:
         for trouble in session.troubles:
             say_verbose(f"strata: {trouble}")

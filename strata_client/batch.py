@@ -10,7 +10,6 @@ The rules:
   cells; no prompt begins before such sequences go on. Where all wait, whichever began last ends with what it has
   (`no_room`), and the others go on. Alone, a sequence ends as in a run of its own; a prompt for which there
   is no memory then has no text.
-- A sequence whose cells the daemon takes back ends there. Others do not notice.
 """
 
 import os
@@ -28,7 +27,7 @@ from strata_client.sampler import SamplerOptions
 from strata_client.sequence import TokenSequence
 from strata_client.text import StopStrings
 from strata_client.tokenizer import Tokenizer
-from vmmd.errors import Exhausted, LeaseRevoked, Unavailable, VmmError
+from vmmd.errors import Exhausted, Unavailable, VmmError
 
 
 @dataclass(eq=False)
@@ -70,7 +69,7 @@ class BatchEngine(Protocol):
     def prefill(self, row: Row) -> bool:
         """Evaluates the next chunk of a prompt; whether that was the last, so that the row may join.
 
-        Errors: `LeaseRevoked` if the daemon has taken cells of it back.
+        Errors: `LeaseRevoked` if the daemon has ended the session.
         """
 
     def join(self, row: Row) -> None:
@@ -82,8 +81,7 @@ class BatchEngine(Protocol):
     def step(self) -> Sequence[tuple[Row, int]]:
         """The next token of rows that take part, at least one. There is a cell for the last one of each.
 
-        Errors: `LeaseRevoked` if the daemon has taken cells of some back, and then no token is lost;
-        `ModelError` if logits are not finite.
+        Errors: `LeaseRevoked` if the daemon has ended the session; `ModelError` if logits are not finite.
         """
 
 
@@ -148,7 +146,7 @@ class Batch:
     def run(self, prompts: Sequence[Sequence[int]]) -> None:
         """Continues prompts, each of at least one token and at most the context.
 
-        Errors: as `BatchEngine.step`; whatever `on_result` raises. Sequences may be left open then.
+        Errors: as `BatchEngine.step`; whatever `on_result` raises. Then sequences are left open.
         """
         self._queue.extend(enumerate(prompts))
         with timings.stage("batch"):
@@ -158,14 +156,10 @@ class Batch:
                 if self._beginning is not None:
                     self._evaluate_chunk(self._beginning)
                 if self._running:
-                    self._step()
+                    for row, token in self._engine.step():
+                        self._take(row, token)
                 elif self._beginning is None and self._stalled:
                     self._end_stalemate()
-
-    def close(self) -> None:
-        """Gives the memory of all sequences back. Nothing may run."""
-        for row in (*self._running, *self._stalled, *([self._beginning] if self._beginning else [])):
-            self._attached.close_sequence(row.sequence)
 
     def _begin_next(self) -> None:
         """Makes a sequence for the next prompt, if there is one, a place for it, and memory."""
@@ -195,32 +189,13 @@ class Batch:
         self._beginning = Row(index, prompt, options, sequence, text, seen=set(prompt))
 
     def _evaluate_chunk(self, row: Row) -> None:
-        try:
-            if not self._engine.prefill(row):
-                return
-        except LeaseRevoked as error:
-            row.text.reason, row.text.detail = NO_ROOM, error.message
-        self._beginning = None
-        row.prompted_s = time.monotonic()
-        if row.text.reason:
-            self._end(row)
-        else:
-            self._join(row)
-
-    def _step(self) -> None:
-        try:
-            tokens = self._engine.step()
-        except LeaseRevoked as error:
-            lost = [row for row in self._running if row.sequence.cells <= row.sequence.position]
-            if not lost:
-                raise
-            for row in lost:
-                row.text.reason, row.text.detail = NO_ROOM, error.message
-                self._leave(row)
+        if self._engine.prefill(row):
+            self._beginning = None
+            row.prompted_s = time.monotonic()
+            if row.text.reason:  # no token is wanted
                 self._end(row)
-            return
-        for row, token in tokens:
-            self._take(row, token)
+            else:
+                self._join(row)
 
     def _take(self, row: Row, token: int) -> None:
         """Takes a row's next token, and lets it go on, wait or end."""

@@ -36,20 +36,24 @@ KV_TYPE_DEFAULT = "f16"
 
 _SOURCES = ("decode", "sample", "prompt_matmul", "prompt_route", "prompt_rows", "store_kv")
 _IN_FLIGHT_MAX = 3
-_NOT_FINITE = (1 << 64) - 1
+NOT_FINITE = (1 << 64) - 1
+"""What `ring` has instead of a token."""
+
 _TOKEN_OFFSET = Step.token.offset
 _PAGE_BYTES = 4096
 
 
-def load(device_uuid: str, kv_type: str, types: Sequence[str]) -> tuple[Device, Kernels]:
+def load(device_uuid: str, kv_type: str, types: Sequence[str], sources: Sequence[str] = ()) -> tuple[Device, Kernels]:
     """A GPU, and on it the kernels for K/V cells of a type, a key of `KV_TYPES`, and tensors of some types.
+
+    `sources`: names of further files with kernels.
 
     For any thread. Errors: `NoDevice`, `NotFound`, `DriverError`; as `compile_source` where they are not compiled yet.
     """
     with timings.stage("context"):
         device = Device(device_uuid)
     with timings.stage("kernels"):
-        return device, Kernels([SOURCES / f"{name}.cu" for name in (*_SOURCES, f"attend_{kv_type}")], types)
+        return device, Kernels([SOURCES / f"{name}.cu" for name in (*_SOURCES, f"attend_{kv_type}", *sources)], types)
 
 
 class GpuEngine(Engine):
@@ -161,7 +165,7 @@ class GpuEngine(Engine):
             self._pending.append(self._enqueue_token(None))
         self._wait(number)
         token = int(self._decoder.ring[number % structs.RING_WORDS])
-        if token == _NOT_FINITE:
+        if token == NOT_FINITE:
             raise ModelError("the logits are not finite; the model file is damaged or needs more than float32")
         self.sequence.transcript.add(self._computing)
         self._computing.clear()
