@@ -358,3 +358,22 @@ def test_tensor_that_nobody_knows(tmp_path: Path) -> None:
     """A tensor whose absence would change the results is refused, not left out."""
     bias = Tensor("blk.0.attn_q.bias", (64,), 0, struct.pack("<64f", *[1.0] * 64))
     refuse(tmp_path, "tensor blk.0.attn_q.bias is not part of qwen3moe", small_keys(), [*small_tensors(), bias])
+
+
+def test_tokens_of_several_sequences_give_what_each_gives_alone() -> None:
+    """Logits of a token of each of several sequences are those of the token alone, to the bit, at any position."""
+    rng = np.random.default_rng()
+    with opened(SHIPPED) as (model, memory):
+        lengths = [1, 70, 17, 64]
+        together, alone = ([ArrayCache(model, 80) for _ in lengths] for _ in range(2))
+        for length, *caches in zip(lengths, together, alone, strict=True):
+            prompt = rng.integers(0, model.params.n_tokens, length).astype(np.int32)
+            for cache in caches:
+                model.forward(prompt, 0, memory, cache, prompt=True)
+        for step in range(4):
+            tokens = rng.integers(0, model.params.n_tokens, len(lengths)).astype(np.int32)
+            positions = [length + step for length in lengths]
+            logits = model.decode(tokens, positions, memory, together)
+            for i, cache in enumerate(alone):
+                wanted = model.forward(tokens[i : i + 1], positions[i], memory, cache, prompt=False)
+                assert np.array_equal(logits[i], wanted)

@@ -1,0 +1,71 @@
+"""A GPU that the host plays, under the engines of `strata_client.gpu`, with a real daemon on the host driver."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from strata_client import attached as attaching
+from strata_client.attached import Attached, attach
+from strata_client.gpu import decoder, prompt, streaming
+from strata_client.gpu import engine as gpu_engine
+from strata_client.mapping import MappedRange
+from strata_client.models.gguf_file import open_model_file
+from strata_client.models.qwen3moe import Qwen3Moe
+from strata_client.output import Signals
+from strata_client.session import Session
+from tests.helpers.cuda_host import require_host_compiler
+from tests.helpers.daemon import Daemon
+from tests.helpers.gguf_builder import DATA
+from tests.helpers.host_device import HostBuffer, HostDevice, HostKernelSet
+
+MICRO = DATA / "micro.gguf"
+
+
+def play(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's memory, streams and kernels in the place of a GPU's.
+
+    A real GPU goes on while a range grows, which waits for that; this one runs nothing by itself, so it is told to.
+    """
+    require_host_compiler()
+    seeds = np.random.default_rng()
+    for module in (decoder, prompt, streaming):
+        monkeypatch.setattr(module, "DeviceBuffer", HostBuffer)
+    devices: list[HostDevice] = []
+
+    def device(uuid: str) -> HostDevice:
+        devices.append(HostDevice(np.random.default_rng(seeds.integers(1 << 32))))
+        return devices[-1]
+
+    def kernels(sources: Sequence[Path], types: Sequence[str]) -> HostKernelSet:
+        return HostKernelSet(devices[-1], sources)
+
+    change = Session._change
+
+    def change_between_steps(session: Session, how: Callable[[], None]) -> None:
+        if devices:
+            devices[-1].synchronize()
+        change(session, how)
+
+    monkeypatch.setattr(gpu_engine, "Device", device)
+    monkeypatch.setattr(gpu_engine, "Kernels", kernels)
+    monkeypatch.setattr(MappedRange, "address", property(lambda self: self.view.ctypes.data))
+    monkeypatch.setattr(Session, "_change", change_between_steps)
+
+
+@contextmanager
+def attached_micro(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, *, gpu: bool, context: int = 256, **how: Any
+) -> Iterator[Attached]:
+    """micro.gguf attached, to be computed on the host or on the GPU that it plays."""
+    monkeypatch.setattr(attaching, "is_gpu", lambda uuid: gpu)
+    with open_model_file(str(MICRO)) as model_file:
+        lines: list[str] = []
+        with attach(
+            Qwen3Moe(model_file), model_file, [daemon.directory], context=context, device=None, kv_type=None,
+            say=lines.append, say_verbose=lines.append, signals=Signals(), progress=lambda done, total: None, **how,
+        ) as attached:  # fmt: skip
+            yield attached
