@@ -1,17 +1,12 @@
 """Batches on a GPU that the host plays, with a real daemon: texts beside those of single runs."""
 
-from collections.abc import Sequence
-
-import numpy as np
 import pytest
 
 from strata_client.batch import Batch, Result, load_batch, open_batch_engine
 from strata_client.engine import open_engine
 from strata_client.gpu.batch import GpuBatch
 from strata_client.sampler import SamplerOptions
-from strata_client.tokenizer import Tokenizer, read_vocabulary
 from tests.helpers.daemon import Daemon, running_daemon
-from tests.helpers.gguf_builder import small_keys
 from tests.helpers.played_gpu import attached_micro, play
 
 PROMPTS = [

@@ -141,7 +141,7 @@ def test_a_prompt_without_room_waits_for_a_sequence_to_end() -> None:
     machine = Machine(free=12, lengths=[6, 2, 1])
     results = machine.run("ab", "cdef", "ghijkl", rows=3)
     assert texts(results) == {0: ("ABABAB", MAX_TOKENS), 1: ("CD", END), 2: ("G", END)}
-    assert [result.index for result in results][0] == 1
+    assert next(result.index for result in results) == 1
 
 
 def test_a_sequence_without_room_waits_and_goes_on() -> None:
