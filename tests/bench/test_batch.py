@@ -135,12 +135,9 @@ def test_batches(machine: Machine, model_path: Path) -> None:
             timed = Timed(engine)
             run(timed, prompts(n, 8), n, TOKENS)
             target, peer = TARGETS.get(n, (None, None))
-            rows.append(
-                report.Row(
-                    f"{n} sequences, all resident: tokens a second in sum",
-                    timed.tokens_per_s(n), "tok/s", "higher", target, limit_tokens_per_s(engine.attached.model, n), peer,
-                )
-            )  # fmt: skip
+            limit = limit_tokens_per_s(engine.attached.model, n)
+            name = f"{n} sequences, all resident: tokens a second in sum"
+            rows.append(report.Row(name, timed.tokens_per_s(n), "tok/s", "higher", target, limit, peer))
         took_s = run(engine, prompts(64, 512), 16, TOKENS)
         rows.append(report.Row("64 prompts of 512 tokens, 16 at once", 64 * TOKENS / took_s, "tok/s", "higher"))
     gpus, _ = cuda_calls.find_gpus(cuda_calls.bindings())
