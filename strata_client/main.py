@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from strata_client import timings
+from strata_client.prompts import ClientError, prompt_text, prompt_texts
 
 if TYPE_CHECKING:
     from strata_client.attached import Attached
@@ -36,10 +37,6 @@ _SIZE = re.compile(rf"(\d{{1,20}}) ?({'|'.join(_UNITS)})?")
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _Engine = TypeVar("_Engine")
-
-
-class ClientError(Exception):
-    """The command cannot be carried out; the message is one line for a person."""
 
 
 def _size(value: str) -> int:
@@ -202,10 +199,10 @@ def generate(prompts: tuple[str, ...], prompt_file: str | None, **options: Any) 
     if len(prompts) > 1 or prompts_file is not None or rows is not None:
         if conversation is not None:
             raise click.UsageError("--conversation is of one prompt: leave it out, or --batch and the other prompts")
-        texts = _prompt_texts(prompts, prompt_file, prompts_file)
+        texts = prompt_texts(prompts, prompt_file, prompts_file)
         _generate_batch(run, texts, sampling, stop_strings, max_tokens, min(rows or ROWS_DEFAULT, len(texts)), output)
         return
-    text = _prompt_text(prompts[0] if prompts else None, prompt_file)
+    text = prompt_text(prompts[0] if prompts else None, prompt_file)
     with _opened(run, [("", text)], max_tokens, _one_sequence(conversation)) as (engine, tokenizer, tokens):
         _generate(run, engine, tokenizer, tokens[0], sampling, stops, max_tokens, output)
 
@@ -295,21 +292,14 @@ def _generate_batch(
         finally:
             results.flush()
         took_s = seconds_since_start() - start_up_s
-        rate = results.tokens / took_s
+        summary = results.summary(took_s)
         if run.as_json:
-            statistics = {
-                "prompts": results.printed,
-                "prompt_tokens": results.prompt_tokens,
-                "tokens": results.tokens,
-                "batch_s": round(took_s, 4),
-                "tokens_per_s": round(rate, 2),
-                "start_up_s": round(start_up_s, 3),
-                **_stages(run, engine.attached),
-            }
-            output.object(statistics=statistics)
+            start = {"start_up_s": round(start_up_s, 3)}
+            output.object(statistics={**summary, **start, **_stages(run, engine.attached)})
         say(
             f"strata: {results.tokens} tokens of {results.printed} texts, {rows} at once, in {took_s:.2f} s "
-            f"({rate:.1f} tok/s); prompts of {results.prompt_tokens} tokens among it; start-up {start_up_s:.2f} s"
+            f"({summary['tokens_per_s']:.1f} tok/s); prompts of {results.prompt_tokens} tokens among it; "
+            f"start-up {start_up_s:.2f} s"
         )
         _say_stages(run, engine.attached)
     if results.refused:
@@ -334,7 +324,7 @@ def perplexity(file: str, save_logits: str | None, **options: Any) -> None:
         from strata_client.perplexity import perplexity as measure
         from strata_client.perplexity import replacing
 
-    text = _prompt_text(None, file)
+    text = prompt_text(None, file)
     output = Output()
     target = Path(save_logits) if save_logits is not None else None
     with _opened(run, [("", text)], None, _one_sequence()) as (engine, _, tokens):
@@ -398,45 +388,6 @@ def _say_stages(run: RunOptions, attached: "Attached") -> None:
             say(line)
         for peer in attached.peers:
             say(f"strata: {peer.device.uuid} is read in place and holds {attached.experts_on(peer)} experts")
-
-
-def _prompt_text(prompt: str | None, prompt_file: str | None) -> str:
-    """The prompt's characters. Errors: `UsageError` (two prompts), `ClientError` (not UTF-8, not readable)."""
-    from strata_client.text import read_prompt_file
-
-    if prompt is not None and prompt_file is not None:
-        raise click.UsageError("a prompt and -f were given: give one of them")
-    try:
-        if prompt_file is not None:
-            return read_prompt_file(prompt_file)
-        data = os.fsencode(prompt) if prompt is not None else sys.stdin.buffer.read() if sys.stdin else b""
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ClientError(f"the prompt is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from error
-    except ValueError as error:
-        raise ClientError(str(error)) from error
-    except OSError as error:
-        raise ClientError(f"cannot read {prompt_file or 'standard input'}: {error.strerror or error}") from error
-
-
-def _prompt_texts(prompts: tuple[str, ...], prompt_file: str | None, prompts_file: str | None) -> list[tuple[str, str]]:
-    """The prompts of a batch, each with a name for errors. Errors: as `_prompt_text`."""
-    from strata_client.text import read_prompts_file
-
-    if prompts_file is None:
-        if len(prompts) <= 1:
-            return [("", _prompt_text(prompts[0] if prompts else None, prompt_file))]
-        if prompt_file is not None:
-            raise click.UsageError("prompts and -f were given: give one of them")
-        return [(f"prompt {number}", _prompt_text(prompt, None)) for number, prompt in enumerate(prompts, 1)]
-    if prompts or prompt_file is not None:
-        raise click.UsageError("--prompts and another prompt were given: give one of them")
-    try:
-        return read_prompts_file(prompts_file)
-    except ValueError as error:
-        raise ClientError(str(error)) from error
-    except OSError as error:
-        raise ClientError(f"cannot read {prompts_file}: {error.strerror or error}") from error
 
 
 def _one_sequence(conversation: str | None = None) -> Callable[["Attached"], AbstractContextManager["Engine"]]:

@@ -60,3 +60,13 @@ class Results:
         self.refused += not result.began
         self.prompt_tokens += done.prompt_tokens
         self.tokens += done.tokens
+
+    def summary(self, took_s: float) -> dict[str, Any]:
+        """Figures of all that are printed, in so many seconds."""
+        return {
+            "prompts": self.printed,
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.tokens,
+            "batch_s": round(took_s, 4),
+            "tokens_per_s": round(self.tokens / took_s, 2),
+        }
