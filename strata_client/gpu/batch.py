@@ -31,6 +31,8 @@ from strata_client.gpu.steps import GpuSteps
 from strata_client.gpu.streaming import ExpertStream
 from strata_client.models.base import U8, ModelError
 
+_IN_FLIGHT_MAX = 3
+
 
 def load(device_uuid: str, kv_type: str, types: Sequence[str]) -> tuple[Device, Kernels]:
     """A GPU, and on it the kernels of a batch: as `strata_client.gpu.engine.load`."""
@@ -58,7 +60,7 @@ class GpuBatch:
             {"table": 3 * 8 * n_experts, "heat": 8 * n_experts, "h": Activation.size_bytes(params.d_model)}
         )
         table = self._buffers["table"].value
-        self._steps = GpuSteps(attached, device, table)
+        self._steps = GpuSteps(device, model, attached.opened, table, _IN_FLIGHT_MAX)
         decoding, prompts = self._steps.heat
         with timings.stage("prepare"):
             self._decoder = BatchDecoder(
@@ -85,8 +87,8 @@ class GpuBatch:
         tokens = np.asarray(row.prompt[sequence.position :][: min(left, self._prompt.tokens_max)], np.int32)
         if left:
 
-            def launch(number: int) -> None:
-                self._set_number(number)
+            def launch() -> None:
+                self._set_number()
                 self._prompt.enqueue(tokens, sequence.position, self._cells(row), self._steps.table)
                 self._end()
 
@@ -152,35 +154,41 @@ class GpuBatch:
     def _launch(self) -> None:
         """Enqueues a step that evaluates the next token of every row."""
         rows = list(self._rows)
-        number = self._enqueue(
+        self._enqueue(
             [(row, self._enqueued[row] + 1) for row in rows],
             len(rows),
-            lambda number: self._decoder.launch(len(rows), number),
+            lambda: self._decoder.launch(len(rows), self._steps.number),
             prompt=False,
         )
         for row in rows:
             self._enqueued[row] += 1
-        self._pending.append((number, list(rows)))
+        self._pending.append((self._steps.number, [*rows]))
 
-    def _enqueue(self, cells: Sequence[tuple[Row, int]], n: int, launch: Callable[[int], None], *, prompt: bool) -> int:
-        """Enqueues a step that evaluates n tokens, for which rows need so many cells; its number."""
+    def _enqueue(self, cells: Sequence[tuple[Row, int]], n: int, launch: Callable[[], None], *, prompt: bool) -> None:
+        """Publishes a step that evaluates n tokens, for which rows need so many cells, and launches it."""
+        signals, opened, steps = self.attached.signals, self.attached.opened, self._steps
+        signals.between_steps()
+        signals.hold()
+        try:
+            steps.publish()
+            try:
+                for row, wanted in cells:
+                    row.sequence.check_cells(wanted)
+                steps.update_table()
+                opened.memory.count(n, prompt=prompt)
+                launch()
+            except BaseException:
+                self._set_number()
+                self._end()
+                raise
+        finally:
+            signals.release()
+        steps.mark_end()
+        opened.steps.count(n, self.attached.cells)
 
-        def check() -> None:
-            for row, wanted in cells:
-                row.sequence.check_cells(wanted)
-
-        number = self._steps.enqueue(n, launch, prompt=prompt, check=check, skip=self._skip)
-        self.attached.opened.steps.count(n, self.attached.cells)
-        return number
-
-    def _skip(self, number: int) -> None:
-        """Retires a step that does nothing."""
-        self._set_number(number)
-        self._end()
-
-    def _set_number(self, number: int) -> None:
-        """Lets what is enqueued next, other than rows' steps, run as that step."""
-        step = np.frombuffer(bytearray(Step(number, 0, 0)), np.uint8)
+    def _set_number(self) -> None:
+        """Lets what is enqueued next, other than rows' steps, run as the step that was published."""
+        step = np.frombuffer(bytearray(Step(self._steps.number, 0, 0)), np.uint8)
         self._device.upload(self._decoder.buffers["step"].value, step)
 
     def _cells(self, row: Row) -> KvCells:
