@@ -115,6 +115,22 @@ def test_greedy_text(daemon: Daemon, reference: Reference) -> None:
         assert alike >= (64 if reference.is_float else 32)
 
 
+@pytest.mark.parametrize("rows", ["1", "3", "8"])
+def test_greedy_texts_of_a_batch(daemon: Daemon, rows: str) -> None:
+    """Each prompt's greedy tokens are the reference's as far as a run of its own has them, whatever runs beside it."""
+    arrays = np.load(PACKAGED.arrays)
+    prompts = [str(arrays[f"text_{i}"]) for i in TEXTS] * 3
+    arguments = ("--max-tokens", "64", "--temperature", "0", "--json", "--socket", str(daemon.directory))
+    done = client("generate", *prompts, "--batch", rows, *arguments)
+    assert done.returncode == 0, done.stderr.decode()
+    *results, _ = [json.loads(line) for line in done.stdout.decode().splitlines()]
+    texts = [result["tokens"] for result in results]
+    assert texts[3:6] == texts[6:] == texts[:3]
+    alike = [int(np.argmin([*(arrays[f"greedy_{i}"] == texts[i]), False])) for i in TEXTS]
+    print(rows, "alike", alike)
+    assert min(alike) >= 32
+
+
 def test_the_same_bits_wherever_experts_are(daemon: Daemon, machine: Machine, tmp_path: Path) -> None:
     """Logits do not depend on what is resident."""
     text = str(np.load(PACKAGED.arrays)["text_1"])
