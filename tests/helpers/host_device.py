@@ -1,8 +1,13 @@
-"""A GPU with streams that the host plays: what `strata_client.gpu` enqueues, run in any order that CUDA allows.
+"""GPUs with streams that the host plays: what `strata_client.gpu` enqueues, run in any order that CUDA allows.
 
-Nothing runs before `HostDevice.synchronize`. Then the operation at the front of a stream that is chosen by chance
-runs, unless it waits for an event, again and again. So what is not ordered by streams and events happens in
-different orders.
+Nothing runs before somebody waits for a stream or an event. Then the operation at the
+front of a stream that is chosen by chance runs, unless it waits for an event, again and
+again. So what is not ordered by streams and events happens in different orders, on one
+device and across several.
+
+As with CUDA, a stream, an event and a kernel belong to the device that was current when
+they were made, and one is current at a time: what is enqueued on a stream of another is
+an error here, too.
 """
 
 import ctypes
@@ -23,22 +28,42 @@ Array = npt.NDArray[Any]
 OK = (0,)
 
 
-class _Event:
-    """The operation that recorded it last."""
-
-    def __init__(self) -> None:
-        self.recorded: _Operation | None = None
-
-
 class _Operation:
-    def __init__(self, run: Callable[[], None], waits_for: "_Operation | None" = None) -> None:
+    """A piece of work on a stream, or in a graph that is captured."""
+
+    def __init__(self, run: Callable[[], Any], waits_for: "_Operation | None" = None) -> None:
         self.run = run
         self.waits_for = waits_for
         self.is_done = False
+        self.graph: _Graph | None = None  # that it was captured in
+
+
+class _Event:
+    """The operation that recorded it last."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.recorded: _Operation | None = None
+
+
+class _Stream:
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.waiting: deque[_Operation] = deque()
+        self.captured: _Graph | None = None
+
+
+class _Graph:
+    """Work of one stream, and of others that waited for its events meanwhile, in the order in which it was captured."""
+
+    def __init__(self, origin: _Stream) -> None:
+        self.origin = origin
+        self.nodes: list[tuple[_Stream, _Operation]] = []
+        self.beside: dict[_Stream, _Stream] = {}  # where an instance runs the work of other streams
 
 
 class HostCuda:
-    """The calls of ``cuda.bindings.driver`` that concern streams, events, copies and graphs."""
+    """The calls of ``cuda.bindings.driver`` that concern streams, events, copies and graphs; a context is a device."""
 
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
@@ -46,37 +71,45 @@ class HostCuda:
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
-        self._streams: list[deque[_Operation]] = []
-        self._captured: dict[int, list[Callable[[], Any]]] = {}  # by stream that is captured
+        self._streams: list[_Stream] = []
         self.copied_bytes = 0
+        self.crossed_bytes = 0  # from one device to another
+        self.n_devices = 0
+        self.current = 0
+
+    def cuCtxSetCurrent(self, device: int) -> tuple[int]:
+        """What is made and enqueued from here on is this device's."""
+        self.current = device
+        return OK
 
     def cuStreamCreate(self, flags: int) -> tuple[int, int]:
-        """A stream by its number, from 1 on."""
-        self._streams.append(deque())
+        """A stream of the current device by its number, from 1 on."""
+        self._streams.append(_Stream(self.current))
         return 0, len(self._streams)
 
     def cuStreamDestroy(self, stream: int) -> tuple[int]:
         """Streams must be done."""
-        assert not self._streams[stream - 1]
+        assert not self._streams[stream - 1].waiting
         return OK
 
     def cuStreamSynchronize(self, stream: int) -> tuple[int]:
         """Runs until a stream is empty."""
-        while self._streams[stream - 1]:
+        while self._streams[stream - 1].waiting:
             self._run_one()
         return OK
 
     def cuEventCreate(self, flags: int) -> tuple[int, _Event]:
-        """An event."""
-        return 0, _Event()
+        """An event of the current device."""
+        return 0, _Event(self.current)
 
     def cuEventDestroy(self, event: _Event) -> tuple[int]:
         """Nothing is left of it."""
         return OK
 
     def cuEventRecord(self, event: _Event, stream: int) -> tuple[int]:
-        """Waits that follow mean this place in the stream."""
-        event.recorded = self.enqueue(stream, lambda: None)
+        """Waits that follow mean this place in the stream, which is of the event's device."""
+        assert event.device == self._streams[stream - 1].device, "an event is recorded on another device's stream"
+        event.recorded = self._enqueue(stream, lambda: None)
         return OK
 
     def cuEventSynchronize(self, event: _Event) -> tuple[int]:
@@ -86,55 +119,94 @@ class HostCuda:
         return OK
 
     def cuStreamWaitEvent(self, stream: int, event: _Event, flags: int) -> tuple[int]:
-        """What comes later in the stream waits for the place that was recorded last."""
-        self.enqueue(stream, lambda: None, event.recorded)
+        """What comes later in the stream, of whatever device, waits for the place that was recorded last."""
+        recorded = event.recorded
+        if recorded is not None and recorded.graph is not None and self._streams[stream - 1].captured is None:
+            self._streams[stream - 1].captured = recorded.graph
+        self._enqueue(stream, lambda: None, recorded)
         return OK
 
     def cuMemcpyAsync(self, target: int, source: int, size_bytes: int, stream: int) -> tuple[int]:
         """Copies when its turn comes."""
         self.copied_bytes += size_bytes
-        self.enqueue(stream, lambda: ctypes.memmove(target, source, size_bytes))
+        self._enqueue(stream, lambda: ctypes.memmove(target, source, size_bytes))
+        return OK
+
+    def cuMemcpyPeerAsync(
+        self, target: int, target_context: int, source: int, source_context: int, size_bytes: int, stream: int
+    ) -> tuple[int]:
+        """Copies from one device to another when its turn comes; a stream of either will do."""
+        assert self._streams[stream - 1].device in (target_context, source_context)
+        assert target_context != source_context
+        self.crossed_bytes += size_bytes
+        self._enqueue(stream, lambda: ctypes.memmove(target, source, size_bytes))
         return OK
 
     def cuStreamBeginCapture(self, stream: int, mode: int) -> tuple[int]:
-        """What is enqueued from here on is kept instead."""
-        self._captured[stream] = []
+        """What is enqueued from here on is kept instead; streams that wait for its events are captured, too."""
+        origin = self._streams[stream - 1]
+        origin.captured = _Graph(origin)
         return OK
 
-    def cuStreamEndCapture(self, stream: int) -> tuple[int, list[Callable[[], Any]]]:
-        """A graph: what was kept, in its order."""
-        return 0, self._captured.pop(stream)
-
-    def cuGraphInstantiate(self, graph: list[Callable[[], Any]], flags: int) -> tuple[int, list[Callable[[], Any]]]:
-        """The graph itself."""
+    def cuStreamEndCapture(self, stream: int) -> tuple[int, _Graph]:
+        """A graph: what was kept. The last work of other streams must have been waited for, which is not checked."""
+        graph = self._streams[stream - 1].captured
+        assert graph is not None
+        for each in self._streams:
+            if each.captured is graph:
+                each.captured = None
         return 0, graph
 
-    def cuGraphUpload(self, graph: list[Callable[[], Any]], stream: int) -> tuple[int]:
+    def cuGraphInstantiate(self, graph: _Graph, flags: int) -> tuple[int, _Graph]:
+        """The graph itself."""
+        for stream, _ in graph.nodes:
+            if stream is not graph.origin and stream not in graph.beside:
+                graph.beside[stream] = _Stream(stream.device)
+                self._streams.append(graph.beside[stream])
+        return 0, graph
+
+    def cuGraphUpload(self, graph: _Graph, stream: int) -> tuple[int]:
         """Nothing to do."""
         return OK
 
-    def cuGraphDestroy(self, graph: list[Callable[[], Any]]) -> tuple[int]:
+    def cuGraphDestroy(self, graph: _Graph) -> tuple[int]:
         """Instances outlive it."""
         return OK
 
-    def cuGraphLaunch(self, graph: list[Callable[[], Any]], stream: int) -> tuple[int]:
+    def cuGraphLaunch(self, graph: _Graph, stream: int) -> tuple[int]:
         """Enqueues all of it."""
-        for run in graph:
-            self.enqueue(stream, run)
+        assert self._streams[stream - 1].device == self.current, "a graph is launched while another device is current"
+        begun = self._enqueue(stream, lambda: None)
+        for beside in graph.beside.values():
+            beside.waiting.append(_Operation(lambda: None, begun))
+        launched: dict[_Operation, _Operation] = {}
+        for captured_on, node in graph.nodes:
+            operation = _Operation(node.run, launched[node.waits_for] if node.waits_for is not None else None)
+            launched[node] = operation
+            on = self._streams[stream - 1] if captured_on is graph.origin else graph.beside[captured_on]
+            on.waiting.append(operation)
         return OK
 
-    def enqueue(self, stream: int, run: Callable[[], Any], waits_for: _Operation | None = None) -> _Operation:
-        """Puts an operation at the end of a stream, or into the graph that is captured there."""
+    def enqueue(self, stream: int, run: Callable[[], Any], *, anywhere: bool = False) -> None:
+        """Puts a kernel, or what may come from `anywhere`, at the end of a stream, or into the graph captured there."""
+        is_here = self._streams[stream - 1].device == self.current
+        assert anywhere or is_here, "a kernel is launched while another device is current"
+        self._enqueue(stream, run)
+
+    def _enqueue(self, stream: int, run: Callable[[], Any], waits_for: _Operation | None = None) -> _Operation:
         operation = _Operation(run, waits_for)
-        if stream in self._captured:
-            self._captured[stream].append(run)
+        on = self._streams[stream - 1]
+        operation.graph = on.captured
+        if on.captured is not None:
+            on.captured.nodes.append((on, operation))
         else:
-            self._streams[stream - 1].append(operation)
+            on.waiting.append(operation)
         return operation
 
     def _run_one(self) -> None:
         """Runs an operation that is at the front of its stream and may run."""
-        ready = [s for s in self._streams if s and (s[0].waits_for is None or s[0].waits_for.is_done)]
+        fronts = [s.waiting for s in self._streams if s.waiting]
+        ready = [w for w in fronts if w[0].waits_for is None or w[0].waits_for.is_done]
         assert ready, "streams wait for each other"
         operation = ready[self._rng.integers(len(ready))].popleft()
         operation.run()
@@ -142,18 +214,25 @@ class HostCuda:
 
 
 class HostDevice:
-    """In the place of `strata_client.gpu.device.Device`."""
+    """In the place of `strata_client.gpu.device.Device`.
+
+    The first has CUDA's calls to itself; others of the same process are made with those of the first.
+    """
 
     multiprocessors = 4
     shared_bytes_max = 99 * 1024
 
-    def __init__(self, rng: np.random.Generator) -> None:
-        self.cu = HostCuda(rng)
+    def __init__(self, rng: np.random.Generator, first: "HostDevice | None" = None) -> None:
+        self.cu: HostCuda = HostCuda(rng) if first is None else first.cu
+        self.context = 0 if first is None else first.cu.n_devices
+        self.cu.n_devices = self.context + 1
+        self.make_current()
         self.stream = self.cu.cuStreamCreate(0)[1]
         self._pinned: list[Array] = []
 
     def make_current(self) -> None:
-        """There is no other."""
+        """What is enqueued from here on is this one's."""
+        self.cu.cuCtxSetCurrent(self.context)
 
     def synchronize(self) -> None:
         """Runs all that the stream has."""
@@ -165,7 +244,7 @@ class HostDevice:
 
     def event(self) -> _Event:
         """An event."""
-        return _Event()
+        return _Event(self.context)
 
     def pinned(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """A zeroed array that lives as long as this device."""
@@ -179,7 +258,7 @@ class HostDevice:
     def upload(self, address: int, array: Array) -> None:
         """Copies what the array holds now."""
         data = array.tobytes()
-        self.cu.enqueue(self.stream, lambda: ctypes.memmove(address, data, len(data)))
+        self.cu.enqueue(self.stream, lambda: ctypes.memmove(address, data, len(data)), anywhere=True)
 
     def download(self, array: Array, address: int) -> None:
         """Fills an array after all that the stream has."""
