@@ -160,6 +160,8 @@ class FakeCuda:
                 "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
                 "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
                 "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID",
+                "CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE",
+                "CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH",
             ),
             "CUmemAllocationHandleType": ("CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR",),
             "CUmemAllocationType": ("CU_MEM_ALLOCATION_TYPE_PINNED",),
@@ -251,7 +253,7 @@ class FakeCuda:
         return SimpleNamespace(bytes=_uuid(self.visible[device], self.salt).bytes)
 
     def cuDeviceGetAttribute(self, attribute: int, device: int) -> int:
-        return 0 if attribute == 3 else 1
+        return {3: 0, 4: 3_201_000, 5: 6144}.get(attribute, 1)  # the node; the memory's kHz and bits
 
     def cuDeviceCanAccessPeer(self, device: int, peer: int) -> int:
         return int(self.peers)

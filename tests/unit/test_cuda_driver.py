@@ -465,6 +465,7 @@ def test_access_of_other_gpus(stand: Stand, file: int, peers: bool, peer_access:
     driver = make_driver(peer_access=peer_access)
     others = {FIRST: {SECOND}, SECOND: {FIRST}} if len(expected) > 1 else {}
     assert {info.uuid: set(info.reached_by) for info in driver.devices() if info.reached_by} == others
+    assert [info.bandwidth_bytes_per_s for info in driver.devices()] == [4_916_736_000_000] * 2 + [0]
     slabs = [driver.create(uuid, PAGE_BYTES) for uuid in (FIRST, SECOND)]
     driver.fill([Copy(slabs[0], 0, PAGE_BYTES, FileSource(file, 0))])
     access = fake.access[slabs[0].handle.address]

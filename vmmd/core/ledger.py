@@ -72,6 +72,11 @@ class DeviceRecord:
     unmanaged_bytes: int = 0
     failed: bool = False
 
+    @property
+    def limit_bytes(self) -> int:
+        """What slabs may have of it now: the cap, or what other programs leave beside the reserve."""
+        return min(self.cap_bytes, self.total_bytes - self.unmanaged_bytes - self.reserve_bytes)
+
 
 @dataclass
 class RangeRecord:
@@ -171,8 +176,7 @@ class Ledger:
         """The same, negative where so many slabs are too many: the cap fell, or other programs took the room."""
         record = self.devices[device]
         used = self.slab_count(device) * record.slab_bytes
-        beside = record.total_bytes - record.unmanaged_bytes - record.reserve_bytes
-        return (min(record.cap_bytes, beside) - used) // record.slab_bytes
+        return (record.limit_bytes - used) // record.slab_bytes
 
     def free_slabs(self, device: str, domain: str) -> list[int]:
         """Free slabs of a domain on a device, the longest free first."""

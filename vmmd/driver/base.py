@@ -40,6 +40,7 @@ class DeviceInfo:
     is_host: bool = False  # the host's RAM: homes of experts, no computing
     numa_node: int | None = None
     reached_by: frozenset[str] = frozenset()  # devices whose kernels read its slabs where they are
+    bandwidth_bytes_per_s: int = 0  # of its memory, as the hardware says; 0 where that is not known
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class Gpu:
     page_bytes: int
     numa_node: int  # the host's node nearest to it
     reached_by: frozenset[int]  # ordinals of other GPUs with a path to its memory
+    bandwidth_bytes_per_s: int  # of its memory
 
 
 def bindings() -> Any:
@@ -129,7 +130,16 @@ def _gpu(cu: Any, uuid: str, ordinal: int, device: Any, count: int) -> Gpu:
         ),
         max(0, call(cu.cuDeviceGetAttribute, node, device)),
         frozenset(o for o in range(count) if o != ordinal and _has_path(cu, o, device)),
+        _bandwidth_bytes_per_s(cu, device),
     )
+
+
+def _bandwidth_bytes_per_s(cu: Any, device: Any) -> int:
+    """Two transfers a cycle of the memory's clock, as wide as its bus."""
+    attribute = cu.CUdevice_attribute
+    clock_khz = call(cu.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, device)
+    bus_bits = call(cu.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, device)
+    return 2 * 1000 * int(clock_khz) * int(bus_bits) // 8
 
 
 def _has_path(cu: Any, ordinal: int, device: Any) -> bool:

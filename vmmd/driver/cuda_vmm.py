@@ -427,7 +427,15 @@ class CudaDriver:
         with self._on(gpu):
             _, total_bytes = call(self._cu.cuMemGetInfo)
         readers = frozenset(other.uuid for other in self._gpus.values() if other.ordinal in gpu.reached_by)
-        return DeviceInfo(gpu.uuid, gpu.name, total_bytes, gpu.page_bytes, numa_node=gpu.numa_node, reached_by=readers)
+        return DeviceInfo(
+            gpu.uuid,
+            gpu.name,
+            total_bytes,
+            gpu.page_bytes,
+            numa_node=gpu.numa_node,
+            reached_by=readers,
+            bandwidth_bytes_per_s=gpu.bandwidth_bytes_per_s,
+        )
 
     def _device(self, uuid: str) -> DeviceInfo:
         info = self._infos.get(uuid)

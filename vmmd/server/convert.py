@@ -33,6 +33,8 @@ def device(record: DeviceRecord, info: DeviceInfo) -> memory_pb2.Device:
         cap_bytes=record.cap_bytes,
         is_host=record.is_host,
         reached_by_uuids=sorted(info.reached_by),
+        limit_bytes=0 if record.failed else max(0, record.limit_bytes),
+        bandwidth_bytes_per_s=info.bandwidth_bytes_per_s,
     )
 
 

@@ -21,20 +21,24 @@ class ListDevicesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Device(_message.Message):
-    __slots__ = ("uuid", "name", "slab_bytes", "cap_bytes", "is_host", "reached_by_uuids")
+    __slots__ = ("uuid", "name", "slab_bytes", "cap_bytes", "is_host", "reached_by_uuids", "limit_bytes", "bandwidth_bytes_per_s")
     UUID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAP_BYTES_FIELD_NUMBER: _ClassVar[int]
     IS_HOST_FIELD_NUMBER: _ClassVar[int]
     REACHED_BY_UUIDS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     uuid: str
     name: str
     slab_bytes: int
     cap_bytes: int
     is_host: bool
     reached_by_uuids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., slab_bytes: _Optional[int] = ..., cap_bytes: _Optional[int] = ..., is_host: bool = ..., reached_by_uuids: _Optional[_Iterable[str]] = ...) -> None: ...
+    limit_bytes: int
+    bandwidth_bytes_per_s: int
+    def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., slab_bytes: _Optional[int] = ..., cap_bytes: _Optional[int] = ..., is_host: bool = ..., reached_by_uuids: _Optional[_Iterable[str]] = ..., limit_bytes: _Optional[int] = ..., bandwidth_bytes_per_s: _Optional[int] = ...) -> None: ...
 
 class ListDevicesReply(_message.Message):
     __slots__ = ("epoch", "devices")
