@@ -4,8 +4,10 @@ Names of tensors and keys are those of GGUF files. Source: Qwen3 Technical Repor
 of transformers' `Qwen3MoeForCausalLM` with `norm_topk_prob`.
 """
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -56,6 +58,7 @@ class Qwen3Moe:
         params: the model's shape.
         tied_output: the embedding is the output matrix as well.
         kv_cell_bytes: float32 K and V of one token position in all layers.
+        is_first, is_last: it begins with the embedding, and ends with logits; both but for a `stage`.
     """
 
     def __init__(self, model_file: ModelFile, expert_cache_bytes: int = EXPERT_CACHE_BYTES) -> None:
@@ -71,9 +74,41 @@ class Qwen3Moe:
         self.params: Params = read_params(model_file)
         self._tensors = check_tensors(model_file, self.params)
         self.tied_output = "output.weight" not in self._tensors
+        self._expert_cache_bytes = expert_cache_bytes
         self.kv_cell_bytes = self.params.n_layers * 2 * self.params.n_kv_heads * self.params.head_dim * 4
+        self.is_first = self.is_last = True
         self._weights: dict[str, F32] = {}
         self._experts = _ExpertCache(expert_cache_bytes)
+
+    def stage(self, layers: range) -> "Qwen3Moe":
+        """A run of the layers as a model of its own, which counts them from 0: what one device of a split computes.
+
+        The first stage has the embedding, the last the output matrix. The others hand on the residual, which the
+        next layer norms before all else: they have that norm as their `output_norm.weight`.
+        """
+        assert self.is_first and self.is_last, "a stage of a stage"
+        n_all = self.params.n_layers
+        part = copy.copy(self)
+        part.params = replace(self.params, n_layers=len(layers))
+        part.is_first, part.is_last = layers.start == 0, layers.stop == n_all
+        part.kv_cell_bytes = self.kv_cell_bytes // n_all * len(layers)
+        names = {} if part.is_last else {f"blk.{layers.stop}.attn_norm.weight": "output_norm.weight"}
+        if part.is_first or (part.is_last and self.tied_output):
+            names["token_embd.weight"] = "token_embd.weight"
+        if part.is_last:
+            names |= {name: name for name in ("output_norm.weight", "output.weight")}
+        part._tensors = {}
+        for tensor in self._tensors.values():
+            _, *number = tensor.name.split(".", 2)
+            if len(number) > 1 and int(number[0]) in layers:
+                name: str | None = f"blk.{int(number[0]) - layers.start}.{number[1]}"
+            else:
+                name = names.get(tensor.name)
+            if name is not None:
+                part._tensors[name] = tensor._replace(name=name)
+        part._weights = {}
+        part._experts = _ExpertCache(self._expert_cache_bytes)
+        return part
 
     def stacks(self) -> list[ExpertStack]:
         """Where the routed experts lie; separate tensors at equal distances are one stack."""
@@ -170,12 +205,19 @@ class Qwen3Moe:
         return self._tensors[name]
 
     def forward(
-        self, tokens: I32, position: int, memory: Memory, cache: KVCache, *, prompt: bool, all_logits: bool = False
+        self,
+        given: I32 | F32,
+        position: int,
+        memory: Memory,
+        cache: KVCache,
+        *,
+        prompt: bool,
+        all_logits: bool = False,
     ) -> F32:
         """Runs tokens through the model; their K and V go into the cache.
 
         Args:
-            tokens: int32 `[n]`, at least one.
+            given: the tokens, int32 `[n]`, at least one. A stage that is not the first takes what the one before gave.
             position: cell of the first token; the cells before it are filled.
             memory: of this model's file. Within a published step.
             cache: with room for `position + n` cells.
@@ -184,13 +226,14 @@ class Qwen3Moe:
 
         Returns:
             Logits float32 `[n_vocab]`, or `[n, n_vocab]`. Ids that the vocabulary has no token for are -inf;
-            weights that are not finite make logits that are not.
+            weights that are not finite make logits that are not. Of a stage that is not the last the residual
+            after its layers, float32 `[n, d_model]`.
 
         Raises:
             ModelError: a token is not below `n_vocab`.
         """
-        logits = self._forward(tokens[None], [position], memory, [cache], prompt=prompt, all_logits=all_logits)
-        return logits.reshape(-1, self.params.n_vocab) if all_logits else logits.reshape(-1)
+        rows: F32 = self._forward(given[None], [position], memory, [cache], prompt=prompt, all_logits=all_logits)[0]
+        return rows if all_logits or not self.is_last else rows[0]
 
     def decode(self, tokens: I32, positions: Sequence[int], memory: Memory, caches: Sequence[KVCache]) -> F32:
         """Runs one token of each of several sequences through the model; each's K and V go into its cache.
@@ -214,7 +257,7 @@ class Qwen3Moe:
 
     def _forward(
         self,
-        tokens: I32,
+        given: I32 | F32,
         positions: Sequence[int],
         memory: Memory,
         caches: Sequence[KVCache],
@@ -222,26 +265,30 @@ class Qwen3Moe:
         prompt: bool,
         all_logits: bool,
     ) -> F32:
-        """Several tokens of one sequence, or one of each of several: int32 `[n_sequences, n]`.
+        """Several tokens of one sequence, or one of each of several: int32 `[n_sequences, n]`, or their residuals.
 
         Sequences are an axis of their own up to the last product, so that what a row gives does not depend on how
         many others there are: numpy multiplies each sequence's `[n, d]` by itself.
 
         Returns:
-            Logits float32 `[n_sequences, n or 1, n_vocab]`.
+            Logits float32 `[n_sequences, n or 1, n_vocab]`, or residuals `[n_sequences, n, d_model]`.
         """
-        params = self.params
-        if tokens.min() < 0 or tokens.max() >= params.n_vocab:
-            raise ModelError(f"token {tokens.max()} does not exist: the model has {params.n_vocab}")
         with np.errstate(over="ignore", invalid="ignore"):  # damaged weights show in the logits
-            x = self._embedding(tokens, memory)
-            for layer in range(params.n_layers):
+            if self.is_first:
+                x = self._embedding(np.asarray(given, np.int32), memory)
+            else:
+                x = np.asarray(given, np.float32)
+            for layer in range(self.params.n_layers):
                 x = x + self._attention(layer, x, positions, memory, caches)
                 x = x + self._mixture(layer, x, memory, prompt)
+            if not self.is_last:
+                return x
             return self._logits(x if all_logits else x[:, -1:], memory)
 
     def _embedding(self, tokens: I32, memory: Memory) -> F32:
         """Rows of the embedding, float32 `[n_sequences, n, d_model]`."""
+        if tokens.min() < 0 or tokens.max() >= self.params.n_vocab:
+            raise ModelError(f"token {tokens.max()} does not exist: the model has {self.params.n_vocab}")
         table = self._tensors["token_embd.weight"]
         rows = embedding(tokens.ravel(), memory.weight(table.name).reshape(self.params.n_vocab, -1), table.type)
         return rows.reshape(*tokens.shape, -1)

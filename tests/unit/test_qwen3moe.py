@@ -377,3 +377,29 @@ def test_tokens_of_several_sequences_give_what_each_gives_alone() -> None:
             for i, cache in enumerate(alone):
                 wanted = model.forward(tokens[i : i + 1], positions[i], memory, cache, prompt=False)
                 assert np.array_equal(logits[i], wanted)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("form", [list, separate])
+def test_stages(tmp_path: Path, is_tied: bool, form: Any) -> None:
+    """A model stage by stage gives the same bits as whole, wherever it is split; each has its own tensors only."""
+    tensors = [t for t in small_tensors() if not (is_tied and t.name == "output.weight")]
+    ids = np.int32([1, 2, 3, 4])
+    with built(tmp_path, small_keys(), form(tensors)) as (model, memory):
+        wanted = model.forward(ids, 0, memory, ArrayCache(model, 4), prompt=True, all_logits=True)
+        n = model.params.n_layers
+        for stop in range(1, n):
+            stages = [model.stage(range(stop)), model.stage(range(stop, n))]
+            assert [(s.is_first, s.is_last) for s in stages] == [(True, False), (False, True)]
+            memories = [FileMemory(memory._file, stage) for stage in stages]
+            caches = [ArrayCache(stage, 4) for stage in stages]
+            given: Any = ids
+            for stage, held, cache in zip(stages, memories, caches, strict=True):
+                given = stage.forward(given, 0, held, cache, prompt=True, all_logits=True)
+            assert np.array_equal(given, wanted)
+            # the norm that the second begins with is there twice, and a tied embedding
+            extents = [stage.weight_extents() for stage in stages]
+            assert len(extents[0]) + len(extents[1]) == len(model.weight_extents()) + 1 + is_tied
+            assert sum(len(stage.stacks()) for stage in stages) == len(model.stacks())
+            assert {s.layer for s in stages[1].stacks()} == set(range(n - stop))
+            assert sum(stage.kv_cell_bytes for stage in stages) == model.kv_cell_bytes
