@@ -1,0 +1,209 @@
+"""Where the layers of a split model go: a run of them, a *stage*, for each of several devices.
+
+The daemon knows nothing of it. Each stage is a model of its own there, with the weights,
+the arena and the K/V of its layers on its device; only the residual crosses from one to
+the next. What is decided here is how many layers each device gets.
+
+`auto` counts what a token has to read: the weights of a stage's layers and its share of
+their experts, at the speed of the device's memory, and from host memory those experts that
+find no room beside the weights and the K/V of the whole context. Of all ways to part the
+layers it takes the one whose slowest stage takes least, for that is what a prompt waits for
+whose chunks are in all stages at once; then the one that takes least in sum, as a token
+goes through all of them. So a smaller or slower card gets fewer layers, and has no say in
+what the others do with theirs.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from strata_api.v1 import memory_pb2 as wire
+from strata_api.v1 import pages
+
+from strata_client.models.qwen3moe import Qwen3Moe
+from strata_client.text import size_text
+from vmmd.errors import InvalidRequest
+
+AUTO = "auto"
+STAGES_MAX = pages.ATTACHMENTS_MAX
+"""A session's models."""
+
+HOST_BYTES_PER_S = 50e9
+"""What a GPU reads from host memory."""
+
+CROSSING_S = 20e-6
+"""From one stage's last kernel to the next one's first."""
+
+_SPEED_BYTES_PER_S = 1e12  # of all devices, where it is not known of each
+
+I64 = npt.NDArray[np.int64]
+
+
+class Sizes(NamedTuple):
+    """What each layer takes in bytes, int64 `[n_layers]` each; embedding and output are the first and last layer's."""
+
+    weights: I64
+    kv: I64  # of the whole context
+    slots: I64  # of all experts
+    read: I64  # by a token, of weights
+    experts_read: I64  # by a token, of the experts that it is routed to
+
+
+class Stage(NamedTuple):
+    """A run of layers on a device, and what it takes there.
+
+    Attributes:
+        device: where.
+        number: of the device in the daemon's list.
+        layers: of the whole model.
+        need_bytes: with all experts and the K/V of the whole context.
+        without_room: share of the experts that find none.
+        token_s: that its memory takes for a token.
+    """
+
+    device: wire.Device
+    number: int
+    layers: range
+    need_bytes: int
+    without_room: float
+    token_s: float
+
+
+def sizes_of(model: Qwen3Moe, cell_bytes: int, context: int) -> Sizes:
+    """What the layers of a whole model take, with K/V cells of `cell_bytes` over all layers."""
+    n, params = model.params.n_layers, model.params
+    weights: I64 = np.zeros(n, np.int64)
+    read: I64 = np.zeros(n, np.int64)
+    for extent in model.weight_extents():
+        kind, number, *_ = extent.name.split(".")
+        is_embedding = kind == "token_embd"
+        at = int(number) if kind == "blk" else 0 if is_embedding else n - 1
+        weights[at] += extent.length_bytes
+        if is_embedding and model.tied_output:
+            weights[n - 1] += extent.length_bytes * (n > 1)
+            read[n - 1] += extent.length_bytes
+        elif not is_embedding:
+            read[at] += extent.length_bytes
+    experts = model.expert_sizes()
+    slots = (-(-experts // pages.ALIGN_BYTES) * pages.ALIGN_BYTES).sum(axis=(1, 2))
+    experts_read = experts.sum(axis=(1, 2)) * params.top_k // params.n_experts
+    kv = np.full(n, cell_bytes // n * context, np.int64)
+    return Sizes(weights, kv, slots, read, experts_read)
+
+
+def parse(text: str) -> list[int] | None:
+    """The numbers of layers that a user asks for; None for `auto`. Errors: `ValueError`, with a line for the user."""
+    if text == AUTO:
+        return None
+    numbers = text.split(",")
+    if not all(number.isascii() and number.isdigit() and int(number) for number in numbers):
+        raise ValueError(f"{text!r} is neither {AUTO} nor numbers of layers such as 24 or 24,12")
+    return [int(number) for number in numbers]
+
+
+def split(
+    sizes: Sizes,
+    devices: Sequence[wire.Device],
+    chosen: Sequence[wire.Device],
+    asked: Sequence[int] | None,
+    *,
+    named: bool,
+) -> list[Stage]:
+    """The stages of a model, in the order of its layers.
+
+    Args:
+        sizes: what the layers take.
+        devices: the daemon's list.
+        chosen: those that may compute, in the order of the layers.
+        asked: numbers of layers on the first devices, of which the next takes the rest; None for `auto`.
+        named: the user named the devices, and so means all of them.
+
+    Errors: `InvalidRequest`.
+    """
+    n_layers = len(sizes.weights)
+    there = ", ".join(device.uuid for device in chosen)
+    if len(chosen) < 2:
+        raise InvalidRequest(f"--layer-split needs two devices or more; here is {there}: leave the option out")
+    if len(chosen) > STAGES_MAX:
+        if named:
+            raise InvalidRequest(f"--layer-split over {len(chosen)} devices: {STAGES_MAX} are the most; name fewer")
+        chosen = chosen[:STAGES_MAX]
+    if asked is None:
+        counts = _weighed(sizes, chosen)
+    else:
+        counts = [*asked, n_layers - sum(asked)] if sum(asked) != n_layers else list(asked)
+        text = ",".join(map(str, asked))
+        if counts[-1] < 0 or len(counts) < 2:
+            raise InvalidRequest(f"--layer-split {text}: the model has {n_layers} layers; leave some to another device")
+        if len(counts) > len(chosen) or (named and len(counts) < len(chosen)):
+            raise InvalidRequest(
+                f"--layer-split {text} parts the {n_layers} layers over {len(counts)} devices, and there are"
+                f" {len(chosen)}: {there}"
+            )
+    stages, first = [], 0
+    numbers = {device.uuid: number for number, device in enumerate(devices)}
+    for device, count in zip(chosen, counts, strict=False):
+        if count:
+            need, without_room, token_s = _costs(sizes, device, first, first + count, _speed_of(device, chosen))
+            layers = range(first, first + count)
+            stages.append(Stage(device, numbers[device.uuid], layers, need, without_room, token_s))
+            first += count
+    return stages
+
+
+def lines(stages: Sequence[Stage], *, auto: bool) -> Iterator[str]:
+    """What was chosen, and why: a line for each stage."""
+    if auto:
+        yield f"strata: --layer-split auto takes {','.join(str(len(stage.layers)) for stage in stages)}:"
+    is_known = _are_known([stage.device for stage in stages])
+    for stage in stages:
+        first, last, device = stage.layers.start, stage.layers.stop - 1, stage.device
+        speed = f"; {stage.token_s * 1e3:.2f} ms a token at {device.bandwidth_bytes_per_s / 1e12:.2f} TB/s"
+        without = f", so {stage.without_room:.0%} of its experts stay in host memory" if stage.without_room else ""
+        yield (
+            f"strata: layers {first} to {last} on device {stage.number}, {device.uuid}: {size_text(stage.need_bytes)}"
+            f" with the whole context, of {size_text(device.limit_bytes)} there{without}{speed if is_known else ''}"
+        )
+
+
+def _are_known(devices: Sequence[wire.Device]) -> bool:
+    return all(device.bandwidth_bytes_per_s for device in devices)
+
+
+def _speed_of(device: wire.Device, devices: Sequence[wire.Device]) -> float:
+    """Bytes a second of a device's memory; the same for all where it is not known of each."""
+    return float(device.bandwidth_bytes_per_s) if _are_known(devices) else _SPEED_BYTES_PER_S
+
+
+def _costs(sizes: Sizes, device: wire.Device, first: int, stop: int, speed: float) -> tuple[int, float, float]:
+    """What a run of layers needs on a device, the share of experts without room, and the seconds that a token takes.
+
+    Those are infinite where not even the weights fit.
+    """
+    weights, kv, slots, read, experts_read = (int(size[first:stop].sum()) for size in sizes)
+    need = weights + kv + slots
+    without_room = min(1.0, max(0, need - device.limit_bytes) / slots)
+    resident_s = (read + experts_read * (1 - without_room)) / speed
+    token_s = resident_s + experts_read * without_room / HOST_BYTES_PER_S
+    return need, without_room, token_s if weights <= device.limit_bytes else float("inf")
+
+
+def _weighed(sizes: Sizes, devices: Sequence[wire.Device]) -> list[int]:
+    """Layers on each device, of which some may get none, as the module's text says."""
+    n = len(sizes.weights)
+    # by layers that are placed: the slowest stage, the sum of all, and how many each device has
+    best: list[tuple[float, float, list[int]]] = [(0.0, 0.0, [])] + [(float("inf"), float("inf"), [])] * n
+    for device in devices:
+        speed = _speed_of(device, devices)
+        reached = [(slowest, total, [*counts, 0]) for slowest, total, counts in best]
+        for stop in range(1, n + 1):
+            for first in range(stop):
+                slowest, total, counts = best[first]
+                token_s = _costs(sizes, device, first, stop, speed)[2] + (CROSSING_S if first else 0.0)
+                reached[stop] = min(reached[stop], (max(slowest, token_s), total + token_s, [*counts, stop - first]))
+        best = reached
+    slowest, _, counts = best[n]
+    if slowest == float("inf"):  # the daemon says what is missing where
+        counts = [n // len(devices) + (i < n % len(devices)) for i in range(len(devices))]
+    return counts
