@@ -49,6 +49,26 @@ def choose_device(devices: Sequence[wire.Device], wanted: str | None) -> wire.De
     return devices[_visible(devices, first, seen, "--device")]
 
 
+def choose_devices(devices: Sequence[wire.Device], wanted: Sequence[str]) -> list[wire.Device]:
+    """The devices that shall compute together, named as for `choose_device`; without names all that this process sees.
+
+    Errors: `NoDevice`, `InvalidRequest` (named twice).
+    """
+    if not wanted:
+        first = choose_device(devices, None)
+        seen = _seen(devices)
+        return [device for i, device in enumerate(devices) if device is first or (i in seen and not device.is_host)]
+    chosen: list[wire.Device] = []
+    for name in wanted:
+        device = choose_device(devices, name)
+        if device.is_host:
+            raise NoDevice(f"--device {name}: {device.uuid} computes nothing")
+        if device in chosen:
+            raise InvalidRequest(f"--device {name}: {device.uuid} was named before; name each device once")
+        chosen.append(device)
+    return chosen
+
+
 def choose_peers(devices: Sequence[wire.Device], computing: wire.Device, wanted: Sequence[str]) -> list[Peer]:
     """The devices that shall hold experts for the computing one, named as for `choose_device`.
 

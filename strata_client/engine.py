@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from strata_client.attached import Attached
-from strata_client.models.base import F32
+from strata_client.models.base import F32, I32
 from strata_client.sampler import Sampler, SamplerOptions
 from strata_client.sequence import TokenSequence
 from vmmd.errors import VmmError
@@ -41,18 +41,19 @@ class Engine:
         Errors: `LeaseRevoked` if the daemon has taken cells back.
         """
         attached, sequence = self.attached, self.sequence
-        return attached.step_on_host(
-            [(sequence, tokens)],
-            lambda: attached.model.forward(
-                np.asarray(tokens, np.int32),
+
+        def evaluate(at: int, given: I32 | F32) -> F32:
+            stage = attached.stages[at]
+            return stage.model.forward(
+                given,
                 sequence.position,
-                attached.opened.memory,
-                sequence.kv,
+                stage.opened.memory,
+                sequence.kvs[at],
                 prompt=prompt,
                 all_logits=all_logits,
-            ),
-            prompt=prompt,
-        )
+            )
+
+        return attached.step_on_host([(sequence, tokens)], np.asarray(tokens, np.int32), evaluate, prompt=prompt)
 
     def prefill(self, tokens: Sequence[int]) -> F32:
         """Evaluates a prompt in chunks; logits float32 `[n_vocab]` of its last token."""
@@ -95,7 +96,7 @@ def open_engine(attached: Attached, conversation: str | None = None) -> Iterator
     Errors: any `VmmError`; `ModelError` where a GPU's kernels cannot run the model.
     """
     with attached.sequence(conversation) as sequence:
-        if attached.kernels is None:
+        if attached.stages[0].kernels is None:
             engine = Engine(attached, sequence)
         else:
             from strata_client.gpu.engine import GpuEngine  # loads CUDA, which clients on the host do without

@@ -26,8 +26,9 @@ class HostBatch:
         tokens = row.prompt[sequence.position : sequence.position + CHUNK_TOKENS]
         logits = attached.step_on_host(
             [(sequence, tokens)],
-            lambda: attached.model.forward(
-                np.asarray(tokens, np.int32), sequence.position, attached.opened.memory, sequence.kv, prompt=True
+            np.asarray(tokens, np.int32),
+            lambda at, given: attached.stages[at].model.forward(
+                given, sequence.position, attached.stages[at].opened.memory, sequence.kvs[at], prompt=True
             ),
             prompt=True,
         )
@@ -60,8 +61,12 @@ class HostBatch:
         sequences = [row.sequence for row in rows]
         return attached.step_on_host(
             [(row.sequence, row.tokens[-1:]) for row in rows],
-            lambda: attached.model.decode(
-                last, [s.position for s in sequences], attached.opened.memory, [s.kv for s in sequences]
+            last,
+            lambda at, given: attached.stages[at].model.decode(
+                given,
+                [s.position for s in sequences],
+                attached.stages[at].opened.memory,
+                [s.kvs[at] for s in sequences],
             ),
             prompt=False,
         )

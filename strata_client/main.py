@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from strata_client.engine import Engine
     from strata_client.output import Output
     from strata_client.sampler import SamplerOptions
+    from strata_client.split import Split
     from strata_client.tokenizer import Tokenizer
 
 PROGRAM = "strata-client"
@@ -76,7 +77,18 @@ _run_options = _with_options(
     click.option("--context", type=int, help="Most tokens of prompt and text together; at most the model's own."),
     click.option("--special", is_flag=True, help="Read control tokens such as <|im_start|> in the text as tokens."),
     click.option("--socket", "socket_path", help="Runtime directory of the daemon, or its vmmd.sock."),
-    click.option("--device", help="UUID, its beginning, or index in the daemon's list.  [default: the first]"),
+    click.option(
+        "--device",
+        "devices",
+        multiple=True,
+        help="UUID, its beginning, or index in the daemon's list; several with --layer-split.  [default: the first]",
+    ),
+    click.option(
+        "--layer-split",
+        metavar="auto|K[,K...]",
+        help="Split the layers over the devices, by default all that are seen: so many on the first, the rest on the"
+        " last.",
+    ),
     click.option(
         "--peer-device",
         "peer_devices",
@@ -125,7 +137,8 @@ class RunOptions:
     context: int | None
     special: bool
     socket_path: str | None
-    device: str | None
+    devices: tuple[str, ...]
+    layer_split: str | None
     peer_devices: tuple[str, ...]
     kv_type: str | None
     wait_s: float
@@ -138,8 +151,25 @@ class RunOptions:
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> "RunOptions":
-        """Takes its fields out of a command's options."""
-        return cls(**{name: options.pop(name) for name in cls.__dataclass_fields__})
+        """Takes its fields out of a command's options. Errors: `UsageError`."""
+        run = cls(**{name: options.pop(name) for name in cls.__dataclass_fields__})
+        if run.layer_split is None and len(run.devices) > 1:
+            raise click.UsageError("several devices were given with --device: add --layer-split, or give one")
+        if run.layer_split is not None and run.peer_devices:
+            raise click.UsageError("--layer-split and --peer-device do not go together yet: give one of them")
+        run.split()
+        return run
+
+    def split(self) -> "Split | None":
+        """How the layers are to be split, if at all. Errors: `BadParameter`."""
+        if self.layer_split is None:
+            return None
+        from strata_client.split import Split
+
+        try:
+            return Split.parse(self.layer_split, self.devices)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--layer-split") from error
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -195,8 +225,12 @@ def generate(prompts: tuple[str, ...], prompt_file: str | None, **options: Any) 
         sampling = SamplerOptions(**options)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    if conversation is not None and run.layer_split is not None:
+        raise click.UsageError("--layer-split and --conversation do not go together yet: give one of them")
     output = Output()
     if len(prompts) > 1 or prompts_file is not None or rows is not None:
+        if run.layer_split is not None:
+            raise click.UsageError("--layer-split and several prompts do not go together yet: give one prompt")
         if conversation is not None:
             raise click.UsageError("--conversation is of one prompt: leave it out, or --batch and the other prompts")
         texts = prompt_texts(prompts, prompt_file, prompts_file)
@@ -462,7 +496,8 @@ def _opened(
                     runtime_directories(run.socket_path),
                     context=context,
                     sequences=sequences,
-                    device=run.device,
+                    device=run.devices[0] if run.devices else None,
+                    split=run.split(),
                     peer_devices=run.peer_devices,
                     kv_type=run.kv_type,
                     asked=Asked(run.wait_s, run.kv_guarantee, run.kv_cap, run.priority),

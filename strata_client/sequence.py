@@ -24,7 +24,7 @@ class TokenSequence:
     """A sequence's cells. An engine evaluates its tokens; several may share one model. For one thread.
 
     Attributes:
-        kv: the cells' range.
+        kvs: the cells' ranges, one for each stage of the model. They grow together, all or nothing.
         transcript: of which tokens the cells are.
         context: most cells the sequence may have.
         position: cells filled.
@@ -33,10 +33,17 @@ class TokenSequence:
     """
 
     def __init__(
-        self, session: Session, kv: KVRange, context: int, transcript: Transcript, *, say: Say, say_verbose: Say
+        self,
+        session: Session,
+        kvs: Sequence[KVRange],
+        context: int,
+        transcript: Transcript,
+        *,
+        say: Say,
+        say_verbose: Say,
     ) -> None:
-        """Takes a range, with or without memory."""
-        self.kv = kv
+        """Takes ranges, with or without memory."""
+        self.kvs = kvs
         self.transcript = transcript
         self.context = context
         self.position = 0
@@ -48,9 +55,20 @@ class TokenSequence:
         self._ask_again_at = 0
 
     @property
+    def kv(self) -> KVRange:
+        """The cells' range, of a model that is not split."""
+        (kv,) = self.kvs
+        return kv
+
+    @property
+    def mapped_cells(self) -> int:
+        """Cells there is memory for in all ranges."""
+        return min(kv.cells for kv in self.kvs)
+
+    @property
     def cells(self) -> int:
         """Cells there is memory for, at most the context."""
-        return min(self.kv.cells, self.context)
+        return min(self.mapped_cells, self.context)
 
     def restart(self) -> None:
         """Begins a new sequence in the same memory."""
@@ -65,8 +83,8 @@ class TokenSequence:
 
     def check_cells(self, cells: int) -> None:
         """Errors: `LeaseRevoked` if there is no memory for so many cells, which there was."""
-        if self.kv.cells < cells:
-            raise LeaseRevoked(f"the daemon took K/V back: {self.kv.cells} cells are left")
+        if self.mapped_cells < cells:
+            raise LeaseRevoked(f"the daemon took K/V back: {self.mapped_cells} cells are left")
 
     def prepare(self, prompt_tokens: int, *, wait: bool = True) -> None:
         """Makes room for a prompt and, if there is any, for what follows it. `wait`: as `Session.grow`.
@@ -74,7 +92,7 @@ class TokenSequence:
         Errors: `Exhausted` or `Unavailable` if there is no room for the prompt.
         """
         wanted = min(self.context, prompt_tokens + CELLS_AHEAD)
-        if self.grow(wanted) or self.kv.cells >= prompt_tokens:
+        if self.grow(wanted) or self.mapped_cells >= prompt_tokens:
             return
         if not self.grow(prompt_tokens, wait=wait):
             raise Exhausted(f"no room for the K/V of a prompt of {prompt_tokens} tokens: {self.refusal}")
@@ -84,31 +102,33 @@ class TokenSequence:
 
         A refusal is in `refusal`; the sequence goes on with what it has. `wait`: as `Session.grow`, where none does.
         """
-        left = self.kv.cells - self.position
-        if left < CELLS_LOW and self.kv.cells < self.context and (left <= 0 or self.position >= self._ask_again_at):
+        mapped = self.mapped_cells
+        left = mapped - self.position
+        if left < CELLS_LOW and mapped < self.context and (left <= 0 or self.position >= self._ask_again_at):
             self._ask_again_at = self.position + _RETRY_CELLS
-            self.grow(
-                min(self.context, self.kv.cells + max(self.kv.cells_per_slab, CELLS_LOW)), wait=wait and left <= 0
-            )
+            a_slab = min(kv.cells_per_slab for kv in self.kvs)
+            self.grow(min(self.context, mapped + max(a_slab, CELLS_LOW)), wait=wait and left <= 0)
         return self.position < self.cells
 
     def grow(self, cells: int, *, wait: bool = False) -> bool:
         """Grows to at least `cells` cells; whether there are so many now. `wait`: as `Session.grow`."""
-        if self.kv.cells >= cells:
+        if self.mapped_cells >= cells:
             return True
         try:
-            reply = self._session.grow(self.kv, cells, wait=wait)
+            reply = self._session.grow(self.kvs, cells, wait=wait)
         except (Exhausted, Unavailable, LeaseRevoked) as error:
             self.refusal = error.message
-            self._say_verbose(f"strata: K/V stays at {self.kv.cells} cells: {error.message}")
+            self._say_verbose(f"strata: K/V stays at {self.mapped_cells} cells: {error.message}")
             return False
         self.refusal = ""
-        line = growth_line(self.kv.cells, self.kv.size_bytes, reply.trades)
+        mapped, size_bytes = self.mapped_cells, sum(kv.size_bytes for kv in self.kvs)
+        line = growth_line(mapped, size_bytes, reply.trades)
         if line:
             self._say(line)
         else:
-            size = size_text(self.kv.size_bytes)
-            self._say_verbose(f"strata: K/V grown to {self.kv.cells} cells ({size}) from {reply.free_slabs} free slabs")
+            self._say_verbose(
+                f"strata: K/V grown to {mapped} cells ({size_text(size_bytes)}) from {reply.free_slabs} free slabs"
+            )
         return True
 
 

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -270,19 +270,21 @@ class Session:
         self._register(range_)
         return KVRange(range_, cell), reply
 
-    def grow(self, kv: KVRange, cells: int, *, wait: bool = False) -> wire.GrowRangesReply:
-        """Grows a range to at least `cells` cells and maps what came. Between steps only.
+    def grow(self, kvs: Sequence[KVRange], cells: int, *, wait: bool = False) -> wire.GrowRangesReply:
+        """Grows a sequence's ranges, one a stage, to at least `cells` cells each and maps what came; all or nothing.
 
-        `wait`: for memory that others hold, as long as the session's requests may.
+        Between steps only. `wait`: for memory that others hold, as long as the session's requests may.
 
         Errors: `Exhausted` (who holds what is in it), `Unavailable` (the daemon is gone).
         """
         if self._gone:
-            raise Unavailable(f"{self._gone}, so K/V stays at {kv.cells} cells")
-        reply = self._ask_growth(kv.range, cells, self._wait_ms if wait else 0)
-        self._take(reply, kv.range)
-        if kv.cells < cells:
-            raise VmmError(f"the daemon granted {cells} cells and sent memory for {kv.cells}")
+            raise Unavailable(f"{self._gone}, so K/V stays at {min(kv.cells for kv in kvs)} cells")
+        ranges = [kv.range for kv in kvs]
+        reply = self._ask_growth(ranges, cells, self._wait_ms if wait else 0)
+        self._take(reply, ranges)
+        for kv in kvs:
+            if kv.cells < cells:
+                raise VmmError(f"the daemon granted {cells} cells and sent memory for {kv.cells}")
         return reply
 
     def give_back(self, kv: KVRange) -> None:
@@ -324,9 +326,9 @@ class Session:
         """
         if self._gone:
             raise Unavailable(f"{self._gone}, so no range grows any more")
-        reply = self._ask_growth(range_, CELLS_MULTIPLE * slabs)
+        reply = self._ask_growth([range_], CELLS_MULTIPLE * slabs)
         try:
-            self._take(reply, range_)
+            self._take(reply, [range_])
         except VmmError:
             with suppress(VmmError), range_.lock:  # what came and could not be mapped
                 self.shrink_range(range_, range_.slabs)
@@ -355,17 +357,19 @@ class Session:
         with self._lock:
             range_.unmap([index for index in sorted(range_.mapped) if index >= slabs])
 
-    def _ask_growth(self, range_: MappedRange, cells: int, wait_ms: int = 0) -> wire.GrowRangesReply:
-        growth = wire.Growth(range_id=range_.range_id, cells=cells)
-        request = wire.GrowRangesRequest(growths=[growth], wait_ms=wait_ms)
+    def _ask_growth(self, ranges: Sequence[MappedRange], cells: int, wait_ms: int = 0) -> wire.GrowRangesReply:
+        growths = [wire.Growth(range_id=range_.range_id, cells=cells) for range_ in ranges]
+        request = wire.GrowRangesRequest(growths=growths, wait_ms=wait_ms)
         reply: wire.GrowRangesReply = self._call("GrowRanges", request)
         return reply
 
-    def _take(self, reply: wire.GrowRangesReply, range_: MappedRange) -> None:
+    def _take(self, reply: wire.GrowRangesReply, ranges: Sequence[MappedRange]) -> None:
         """Maps what a growth brought."""
         if reply.batch_id:
-            with range_.lock:
-                self._fetch(reply.batch_id, Batch([range_]))
+            with ExitStack() as locks:
+                for range_ in ranges:
+                    locks.enter_context(range_.lock)
+                self._fetch(reply.batch_id, Batch(ranges))
 
     def close(self) -> None:
         """Gives everything back, unmaps it and ends the session; the private daemon leaves."""

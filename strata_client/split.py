@@ -21,8 +21,9 @@ import numpy.typing as npt
 from strata_api.v1 import memory_pb2 as wire
 from strata_api.v1 import pages
 
+from strata_client.devices import choose_devices
 from strata_client.models.qwen3moe import Qwen3Moe
-from strata_client.text import size_text
+from strata_client.sequence import size_text
 from vmmd.errors import InvalidRequest
 
 AUTO = "auto"
@@ -31,9 +32,6 @@ STAGES_MAX = pages.ATTACHMENTS_MAX
 
 HOST_BYTES_PER_S = 50e9
 """What a GPU reads from host memory."""
-
-CROSSING_S = 20e-6
-"""From one stage's last kernel to the next one's first."""
 
 _SPEED_BYTES_PER_S = 1e12  # of all devices, where it is not known of each
 
@@ -50,7 +48,7 @@ class Sizes(NamedTuple):
     experts_read: I64  # by a token, of the experts that it is routed to
 
 
-class Stage(NamedTuple):
+class Plan(NamedTuple):
     """A run of layers on a device, and what it takes there.
 
     Attributes:
@@ -59,7 +57,7 @@ class Stage(NamedTuple):
         layers: of the whole model.
         need_bytes: with all experts and the K/V of the whole context.
         without_room: share of the experts that find none.
-        token_s: that its memory takes for a token.
+        token_s: that its memory takes for a token; infinite where not even the weights fit.
     """
 
     device: wire.Device
@@ -68,6 +66,71 @@ class Stage(NamedTuple):
     need_bytes: int
     without_room: float
     token_s: float
+
+
+class Split(NamedTuple):
+    """What a user asks for.
+
+    Attributes:
+        counts: layers on the first devices, of which the next takes the rest; None for `auto`.
+        devices: what the user calls the devices; none for all that the process sees.
+    """
+
+    counts: Sequence[int] | None
+    devices: Sequence[str] = ()
+
+    @classmethod
+    def parse(cls, text: str, devices: Sequence[str]) -> "Split":
+        """What `--layer-split` says. Errors: `ValueError`, with a line for the user."""
+        if text == AUTO:
+            return cls(None, devices)
+        numbers = text.split(",")
+        if not all(number.isascii() and number.isdigit() and 0 < int(number) < 1 << 31 for number in numbers):
+            raise ValueError(f"{text!r} is neither {AUTO} nor numbers of layers such as 24 or 24,12")
+        return cls([int(number) for number in numbers], devices)
+
+    def plan(self, devices: Sequence[wire.Device], sizes: Sizes) -> list[Plan]:
+        """The stages of a model, in the order of its layers.
+
+        Args:
+            devices: the daemon's list.
+            sizes: what the layers take.
+
+        Errors: `InvalidRequest` where the layers cannot be split so; `NoDevice`.
+        """
+        chosen = choose_devices(devices, self.devices)
+        there = ", ".join(device.uuid for device in chosen)
+        if len(chosen) < 2:
+            raise InvalidRequest(f"--layer-split needs two devices or more, and there is {there}: leave it out")
+        if self.counts is None:
+            counts = _weighed(sizes, chosen[:STAGES_MAX])
+        else:
+            counts = self._counted(len(sizes.weights))
+            if len(counts) > len(chosen) or (self.devices and len(counts) < len(chosen)):
+                raise InvalidRequest(
+                    f"--layer-split {','.join(map(str, self.counts))} is for {len(counts)} devices, and there are"
+                    f" {len(chosen)}: {there}"
+                )
+        plans, first = [], 0
+        numbers = {device.uuid: number for number, device in enumerate(devices)}
+        for device, count in zip(chosen, counts, strict=False):
+            if count:
+                cost = _cost(sizes, device, first, first + count, _speed_of(device, chosen))
+                plans.append(Plan(device, numbers[device.uuid], range(first, first + count), *cost))
+                first += count
+        return plans
+
+    def _counted(self, n_layers: int) -> list[int]:
+        """Layers on each device. Errors: `InvalidRequest`."""
+        assert self.counts is not None
+        rest = n_layers - sum(self.counts)
+        counts = [*self.counts, rest] if rest else [*self.counts]
+        if rest < 0 or not 2 <= len(counts) <= STAGES_MAX:
+            raise InvalidRequest(
+                f"--layer-split {','.join(map(str, self.counts))}: the model has {n_layers} layers, for two devices or"
+                f" more, {STAGES_MAX} at most"
+            )
+        return counts
 
 
 def sizes_of(model: Qwen3Moe, cell_bytes: int, context: int) -> Sizes:
@@ -92,78 +155,19 @@ def sizes_of(model: Qwen3Moe, cell_bytes: int, context: int) -> Sizes:
     return Sizes(weights, kv, slots, read, experts_read)
 
 
-def parse(text: str) -> list[int] | None:
-    """The numbers of layers that a user asks for; None for `auto`. Errors: `ValueError`, with a line for the user."""
-    if text == AUTO:
-        return None
-    numbers = text.split(",")
-    if not all(number.isascii() and number.isdigit() and int(number) for number in numbers):
-        raise ValueError(f"{text!r} is neither {AUTO} nor numbers of layers such as 24 or 24,12")
-    return [int(number) for number in numbers]
-
-
-def split(
-    sizes: Sizes,
-    devices: Sequence[wire.Device],
-    chosen: Sequence[wire.Device],
-    asked: Sequence[int] | None,
-    *,
-    named: bool,
-) -> list[Stage]:
-    """The stages of a model, in the order of its layers.
-
-    Args:
-        sizes: what the layers take.
-        devices: the daemon's list.
-        chosen: those that may compute, in the order of the layers.
-        asked: numbers of layers on the first devices, of which the next takes the rest; None for `auto`.
-        named: the user named the devices, and so means all of them.
-
-    Errors: `InvalidRequest`.
-    """
-    n_layers = len(sizes.weights)
-    there = ", ".join(device.uuid for device in chosen)
-    if len(chosen) < 2:
-        raise InvalidRequest(f"--layer-split needs two devices or more; here is {there}: leave the option out")
-    if len(chosen) > STAGES_MAX:
-        if named:
-            raise InvalidRequest(f"--layer-split over {len(chosen)} devices: {STAGES_MAX} are the most; name fewer")
-        chosen = chosen[:STAGES_MAX]
-    if asked is None:
-        counts = _weighed(sizes, chosen)
-    else:
-        counts = [*asked, n_layers - sum(asked)] if sum(asked) != n_layers else list(asked)
-        text = ",".join(map(str, asked))
-        if counts[-1] < 0 or len(counts) < 2:
-            raise InvalidRequest(f"--layer-split {text}: the model has {n_layers} layers; leave some to another device")
-        if len(counts) > len(chosen) or (named and len(counts) < len(chosen)):
-            raise InvalidRequest(
-                f"--layer-split {text} parts the {n_layers} layers over {len(counts)} devices, and there are"
-                f" {len(chosen)}: {there}"
-            )
-    stages, first = [], 0
-    numbers = {device.uuid: number for number, device in enumerate(devices)}
-    for device, count in zip(chosen, counts, strict=False):
-        if count:
-            need, without_room, token_s = _costs(sizes, device, first, first + count, _speed_of(device, chosen))
-            layers = range(first, first + count)
-            stages.append(Stage(device, numbers[device.uuid], layers, need, without_room, token_s))
-            first += count
-    return stages
-
-
-def lines(stages: Sequence[Stage], *, auto: bool) -> Iterator[str]:
-    """What was chosen, and why: a line for each stage."""
-    if auto:
-        yield f"strata: --layer-split auto takes {','.join(str(len(stage.layers)) for stage in stages)}:"
-    is_known = _are_known([stage.device for stage in stages])
-    for stage in stages:
-        first, last, device = stage.layers.start, stage.layers.stop - 1, stage.device
-        speed = f"; {stage.token_s * 1e3:.2f} ms a token at {device.bandwidth_bytes_per_s / 1e12:.2f} TB/s"
-        without = f", so {stage.without_room:.0%} of its experts stay in host memory" if stage.without_room else ""
+def lines(plans: Sequence[Plan], split: Split) -> Iterator[str]:
+    """What was chosen, and why: a line for each stage, and one before for `auto`."""
+    if split.counts is None:
+        yield f"strata: --layer-split auto takes {','.join(str(len(plan.layers)) for plan in plans)}:"
+    is_known = _are_known([plan.device for plan in plans])
+    for plan in plans:
+        device = plan.device
+        without = f", so {plan.without_room:.0%} of its experts stay in host memory" if plan.without_room else ""
+        speed = f"; {plan.token_s * 1e3:.2f} ms a token at {device.bandwidth_bytes_per_s / 1e12:.2f} TB/s"
         yield (
-            f"strata: layers {first} to {last} on device {stage.number}, {device.uuid}: {size_text(stage.need_bytes)}"
-            f" with the whole context, of {size_text(device.limit_bytes)} there{without}{speed if is_known else ''}"
+            f"strata: layers {plan.layers.start} to {plan.layers.stop - 1} on device {plan.number}, {device.uuid}:"
+            f" {size_text(plan.need_bytes)} with the whole context, of {size_text(device.limit_bytes)} there"
+            f"{without}{speed if is_known else ''}"
         )
 
 
@@ -176,7 +180,7 @@ def _speed_of(device: wire.Device, devices: Sequence[wire.Device]) -> float:
     return float(device.bandwidth_bytes_per_s) if _are_known(devices) else _SPEED_BYTES_PER_S
 
 
-def _costs(sizes: Sizes, device: wire.Device, first: int, stop: int, speed: float) -> tuple[int, float, float]:
+def _cost(sizes: Sizes, device: wire.Device, first: int, stop: int, speed: float) -> tuple[int, float, float]:
     """What a run of layers needs on a device, the share of experts without room, and the seconds that a token takes.
 
     Those are infinite where not even the weights fit.
@@ -193,14 +197,15 @@ def _weighed(sizes: Sizes, devices: Sequence[wire.Device]) -> list[int]:
     """Layers on each device, of which some may get none, as the module's text says."""
     n = len(sizes.weights)
     # by layers that are placed: the slowest stage, the sum of all, and how many each device has
-    best: list[tuple[float, float, list[int]]] = [(0.0, 0.0, [])] + [(float("inf"), float("inf"), [])] * n
+    nowhere: tuple[float, float, list[int]] = (float("inf"), float("inf"), [])
+    best = [(0.0, 0.0, nowhere[2]), *[nowhere] * n]
     for device in devices:
         speed = _speed_of(device, devices)
         reached = [(slowest, total, [*counts, 0]) for slowest, total, counts in best]
         for stop in range(1, n + 1):
             for first in range(stop):
                 slowest, total, counts = best[first]
-                token_s = _costs(sizes, device, first, stop, speed)[2] + (CROSSING_S if first else 0.0)
+                token_s = _cost(sizes, device, first, stop, speed)[2]
                 reached[stop] = min(reached[stop], (max(slowest, token_s), total + token_s, [*counts, stop - first]))
         best = reached
     slowest, _, counts = best[n]

@@ -235,13 +235,13 @@ class Qwen3Moe:
         rows: F32 = self._forward(given[None], [position], memory, [cache], prompt=prompt, all_logits=all_logits)[0]
         return rows if all_logits or not self.is_last else rows[0]
 
-    def decode(self, tokens: I32, positions: Sequence[int], memory: Memory, caches: Sequence[KVCache]) -> F32:
+    def decode(self, given: I32 | F32, positions: Sequence[int], memory: Memory, caches: Sequence[KVCache]) -> F32:
         """Runs one token of each of several sequences through the model; each's K and V go into its cache.
 
         An expert is decoded once for all. The logits are those that `forward` gives for each alone, to the bit.
 
         Args:
-            tokens: int32 `[n_sequences]`, at least one.
+            given: the tokens, int32 `[n_sequences]`, at least one; for a stage as `forward` has it.
             positions: each one's cell; the cells before it are filled.
             memory: of this model's file. Within a published step.
             caches: the sequences', with room for the tokens.
@@ -252,8 +252,8 @@ class Qwen3Moe:
         Raises:
             ModelError: a token is not below `n_vocab`.
         """
-        logits = self._forward(tokens[:, None], positions, memory, caches, prompt=False, all_logits=False)
-        return logits.reshape(len(tokens), -1)
+        found = self._forward(given[:, None], positions, memory, caches, prompt=False, all_logits=False)
+        return found.reshape(len(given), -1)
 
     def _forward(
         self,

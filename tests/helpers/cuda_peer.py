@@ -391,7 +391,7 @@ class CudaClient(Client):
         """Grows a range: (seconds from the call until all is mapped, slabs that arenas gave, experts moved)."""
         kv = self.kv[at]
         began = time.perf_counter()
-        reply = self.session.grow(kv, slabs * kv.cells_per_slab)
+        reply = self.session.grow([kv], slabs * kv.cells_per_slab)
         took_s = time.perf_counter() - began
         return took_s, sum(t.slabs for t in reply.trades), sum(t.experts_moved for t in reply.trades)
 

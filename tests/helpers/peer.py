@@ -200,7 +200,7 @@ class Client:
     def grow(self, slabs: int, at: int = 0) -> int:
         """Grows a range to so many slabs and maps them; returns how many arenas gave."""
         kv = self.kv[at]
-        reply = self.session.grow(kv, slabs * kv.cells_per_slab)
+        reply = self.session.grow([kv], slabs * kv.cells_per_slab)
         return sum(trade.slabs for trade in reply.trades)
 
     def shrink(self, slabs: int, *, unmap: bool = True, at: int = 0) -> None:

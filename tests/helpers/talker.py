@@ -18,7 +18,7 @@ class Talker(Client):
     def compute(self, tokens: list[int]) -> None:
         """Fills the next cells."""
         kv, begin = self.kv[-1], self._transcript.complete
-        self.session.grow(kv, begin + len(tokens))
+        self.session.grow([kv], begin + len(tokens))
         for i, token in enumerate(tokens, begin):
             slab = kv.segments(0, i + 1)[i // kv.cells_per_slab]
             for values in slab:

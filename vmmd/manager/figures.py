@@ -133,7 +133,8 @@ class Figures:
         for session in model.sessions:
             page = session.heat[model.model_id]
             before, page.seen = page.seen, meters.believed(page.seen, page.counts(), elapsed_s)
-            for tokens in (session.figures.tokens, model.figures.tokens):
+            is_first = session.first_attached is model  # the others evaluate the same tokens: stages of a split model
+            for tokens in (session.figures.tokens, model.figures.tokens) if is_first else (model.figures.tokens,):
                 tokens.decoded.add(page.seen.tokens - before.tokens)
                 tokens.prompt.add(page.seen.prompt_tokens - before.prompt_tokens)
             decoded, in_prompts = page.seen.decode - before.decode, page.seen.prompt - before.prompt

@@ -78,6 +78,11 @@ class Session:
                 return i
         raise NotFound(f"model {model.model_id} is not open in this session")
 
+    @property
+    def first_attached(self) -> Attached | None:
+        """The model that has been open longest in this session, as a rule; None without any."""
+        return next((model for model in self.attached if model is not None), None)
+
     def attach(self, model: Attached) -> int:
         """Gives a model a line of the session page. Errors: `Exhausted`."""
         for i, other in enumerate(self.attached):
