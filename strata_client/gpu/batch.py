@@ -20,18 +20,17 @@ from strata_kernels.structs import Activation, Heat, KvCells, SampleOptions, Ste
 from strata_client import timings
 from strata_client.attached import Attached
 from strata_client.batch import Row
-from strata_client.gpu import batch_decoder
+from strata_client.gpu import batch_decoder, steps
 from strata_client.gpu import engine as one_sequence
 from strata_client.gpu.batch_decoder import BatchDecoder
 from strata_client.gpu.decoder import Buffers
 from strata_client.gpu.device import Device
-from strata_client.gpu.engine import KV_TYPES, NOT_FINITE
+from strata_client.gpu.engine import NOT_FINITE
 from strata_client.gpu.prompt import STAGING_BYTES, Prompt
+from strata_client.gpu.stage import KV_TYPES
 from strata_client.gpu.steps import GpuSteps
 from strata_client.gpu.streaming import ExpertStream
 from strata_client.models.base import U8, ModelError
-
-_IN_FLIGHT_MAX = 3
 
 
 def load(device_uuid: str, kv_type: str, types: Sequence[str]) -> tuple[Device, Kernels]:
@@ -60,7 +59,8 @@ class GpuBatch:
             {"table": 3 * 8 * n_experts, "heat": 8 * n_experts, "h": Activation.size_bytes(params.d_model)}
         )
         table = self._buffers["table"].value
-        self._steps = GpuSteps(device, model, attached.opened, table, _IN_FLIGHT_MAX)
+        self._steps = GpuSteps(attached.stage, device)
+        self._steps.table_address = table
         decoding, prompts = self._steps.heat
         with timings.stage("prepare"):
             self._decoder = BatchDecoder(
@@ -87,7 +87,7 @@ class GpuBatch:
         tokens = np.asarray(row.prompt[sequence.position :][: min(left, self._prompt.tokens_max)], np.int32)
         if left:
 
-            def launch() -> None:
+            def launch(at: int) -> None:
                 self._set_number()
                 self._prompt.enqueue(tokens, sequence.position, self._cells(row), self._steps.table)
                 self._end()
@@ -157,34 +157,29 @@ class GpuBatch:
         self._enqueue(
             [(row, self._enqueued[row] + 1) for row in rows],
             len(rows),
-            lambda: self._decoder.launch(len(rows), self._steps.number),
+            lambda at: self._decoder.launch(len(rows), self._steps.number),
             prompt=False,
         )
         for row in rows:
             self._enqueued[row] += 1
         self._pending.append((self._steps.number, [*rows]))
 
-    def _enqueue(self, cells: Sequence[tuple[Row, int]], n: int, launch: Callable[[], None], *, prompt: bool) -> None:
-        """Publishes a step that evaluates n tokens, for which rows need so many cells, and launches it."""
-        signals, opened, steps = self.attached.signals, self.attached.opened, self._steps
-        signals.between_steps()
-        signals.hold()
-        try:
-            steps.publish()
-            try:
-                for row, wanted in cells:
-                    row.sequence.check_cells(wanted)
-                steps.update_table()
-                opened.memory.count(n, prompt=prompt)
-                launch()
-            except BaseException:
-                self._set_number()
-                self._end()
-                raise
-        finally:
-            signals.release()
-        steps.mark_end()
-        opened.steps.count(n, self.attached.cells)
+    def _enqueue(
+        self, cells: Sequence[tuple[Row, int]], n: int, launch: Callable[[int], None], *, prompt: bool
+    ) -> None:
+        """Enqueues a step that evaluates n tokens, for which rows need so many cells."""
+
+        def check() -> None:
+            for row, wanted in cells:
+                row.sequence.check_cells(wanted)
+
+        steps.enqueue(self.attached, [self._steps], n, launch, prompt=prompt, check=check, skip=self._skip)
+        self.attached.count(n, self.attached.cells)
+
+    def _skip(self, at: int) -> None:
+        """Retires a step that does nothing."""
+        self._set_number()
+        self._end()
 
     def _set_number(self) -> None:
         """Lets what is enqueued next, other than rows' steps, run as the step that was published."""

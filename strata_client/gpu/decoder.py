@@ -77,7 +77,7 @@ class Buffers:
 
 
 class Decoder:
-    """A model's decode step on one GPU.
+    """A model's decode step on one GPU, or a stage of it. A stage begins with what `passed` holds, or ends with it.
 
     Attributes:
         buffers: `step`, `options`, `seen`, `table`, `logits`, `x` and what passes between kernels.
@@ -150,6 +150,12 @@ class Decoder:
     def _in_place(self) -> Kernels:
         return self._make_in_place()
 
+    @property
+    def passed(self) -> tuple[int, int]:
+        """Address and bytes of what a stage hands to the next, where it lies alike: the residual `x`, and `h`."""
+        begin = self.buffers["x"].value
+        return begin, self.buffers["h"].value + Activation.size_bytes(self._model.params.d_model) - begin
+
     def capture(self) -> None:
         """Makes the graph. Errors: `DriverError`."""
         self._graph = capture(self._device, (launch for _, launch in self.launches))
@@ -170,7 +176,7 @@ class Decoder:
         g = Activation.at(buffers["g"].value, top_k * d_expert)
 
         def launch(name: str, grid: int | tuple[int, ...], block: int, *args: Any, shared_bytes: int = 0) -> Any:
-            first = name == "embed"  # behind a copy, or the step before
+            first = name == ("embed" if self._model.is_first else "rope_table")  # behind a copy, or the step before
             stream = self._device.stream
             return name, self._kernels.prepare(name, grid, block, args, shared_bytes, stream, programmatic=not first)
 
@@ -183,19 +189,19 @@ class Decoder:
             kernels = self._kernels if shared_bytes else self._in_place
             return name, kernels.prepare(name, grid, block, args, shared_bytes, self._device.stream, programmatic=True)
 
-        first_norm = weights.vector("blk.0.attn_norm.weight")
-        yield launch(
-            "embed",
-            1,
-            256,
-            weights.matrix("token_embd.weight"),
-            step,
-            x,
-            first_norm,
-            h,
-            d_model,
-            shared_bytes=4 * d_model,
-        )
+        if self._model.is_first:
+            yield launch(
+                "embed",
+                1,
+                256,
+                weights.matrix("token_embd.weight"),
+                step,
+                x,
+                weights.vector("blk.0.attn_norm.weight"),
+                h,
+                d_model,
+                shared_bytes=4 * d_model,
+            )
         yield launch(
             "rope_table", 1, params.head_dim // 2,
             buffers["rope"], step, ctypes.c_double(params.rope_freq_base), ctypes.c_double(params.rope_scale),
@@ -253,6 +259,8 @@ class Decoder:
                 g, scores, table, x, weights.vector(norm), h, params.n_experts, top_k, down_type, d_expert,
                 matrices=[down_bytes // d_model] * top_k,
             )  # fmt: skip
+        if not self._model.is_last:
+            return
         output = "token_embd.weight" if self._model.tied_output else "output.weight"
         yield launch_rows(
             "head", -(-params.n_vocab // decode.ROWS), decode.THREADS,

@@ -1,6 +1,7 @@
 """One GPU of this process: context, stream, and host memory that kernels reach."""
 
 import ctypes
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,12 @@ import numpy.typing as npt
 
 from vmmd.driver import cuda_calls
 from vmmd.driver.cuda_calls import call
-from vmmd.errors import NotFound
+from vmmd.errors import DriverError, NotFound
 
 Array = npt.NDArray[Any]
+
+_registered: Counter[int] = Counter()
+"""Of this process's devices together, by address: a page is registered once, for all of them."""
 
 
 def bytes_at(address: int, size_bytes: int) -> npt.NDArray[np.uint8]:
@@ -25,6 +29,7 @@ class Device:
 
     Attributes:
         cu: ``cuda.bindings.driver``.
+        context: its primary context.
         stream: where steps run.
         multiprocessors: how many the GPU has.
         shared_bytes_max: shared memory that a block may have.
@@ -37,7 +42,7 @@ class Device:
         ordinal = next((gpu.ordinal for gpu in gpus if gpu.uuid == uuid), None)
         if ordinal is None:
             raise NotFound(f"this process sees no GPU {uuid!r} (CUDA_VISIBLE_DEVICES?)")
-        self._context = call(cu.cuDevicePrimaryCtxRetain, ordinal)
+        self.context = call(cu.cuDevicePrimaryCtxRetain, ordinal)
         self.make_current()
         self.stream = int(call(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
         self._registered: list[int] = []
@@ -52,13 +57,27 @@ class Device:
 
     def make_current(self) -> None:
         """Makes the GPU's primary context the calling thread's current one, from now on."""
-        call(self.cu.cuCtxSetCurrent, self._context)
+        call(self.cu.cuCtxSetCurrent, self.context)
+
+    def reach(self, other: "Device") -> None:
+        """Lets copies to another GPU go there directly from this one, the current; there must be a path to it.
+
+        Errors: `DriverError`.
+        """
+        try:
+            call(self.cu.cuCtxEnablePeerAccess, other.context, 0)
+        except DriverError as error:
+            if error.name != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
+                raise
 
     def close(self) -> None:
         """Waits for all that was launched; kernels reach the registered pages no more. Errors: `DriverError`."""
         self.synchronize()
         while self._registered:
-            call(self.cu.cuMemHostUnregister, self._registered.pop())
+            address = self._registered.pop()
+            _registered[address] -= 1
+            if not _registered[address]:
+                call(self.cu.cuMemHostUnregister, address)
 
     def synchronize(self) -> None:
         """Waits for all that was launched. Errors: `DriverError`, also of an earlier launch."""
@@ -84,7 +103,9 @@ class Device:
     def register(self, page: Array) -> int:
         """Lets kernels reach a shared page that this process has mapped; its address for them."""
         flags = self.cu.CU_MEMHOSTREGISTER_PORTABLE | self.cu.CU_MEMHOSTREGISTER_DEVICEMAP
-        call(self.cu.cuMemHostRegister, page.ctypes.data, page.nbytes, flags)
+        if not _registered[page.ctypes.data]:
+            call(self.cu.cuMemHostRegister, page.ctypes.data, page.nbytes, flags)
+        _registered[page.ctypes.data] += 1
         self._registered.append(page.ctypes.data)
         return int(call(self.cu.cuMemHostGetDevicePointer, page.ctypes.data, 0))
 

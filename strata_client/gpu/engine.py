@@ -1,46 +1,41 @@
-"""The engine on a GPU: steps run ahead of the tokens that are read.
+"""The engine on a GPU, or on several that a model is split over: steps run ahead of the tokens that are read.
 
-A step of decoding is one graph launch. While the host reads a step's token, the next
-one runs already: the GPU chose that token itself. The step that was enqueued last is
-therefore one that nobody may want; it is simply not read. A prompt's steps are chunks
-of it, launched kernel by kernel.
+A step of decoding is one graph launch on each GPU. While the host reads a step's token,
+the next one runs already: the GPU chose that token itself, and the last stage of a split
+model sends it to the first. The step that was enqueued last is therefore one that nobody
+may want; it is simply not read. A prompt's steps are chunks of it, launched kernel by
+kernel; those of a split model are in all of its stages at once, one in each.
 """
 
-import ctypes
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
-from strata_api.v1 import pages
 from strata_kernels import structs
 from strata_kernels.compiler import SOURCES
-from strata_kernels.launch import Kernels
-from strata_kernels.structs import Activation, KvCells, SampleOptions, Step
+from strata_kernels.launch import DeviceBuffer, Kernels
+from strata_kernels.structs import SampleOptions
 
 from strata_client import timings
 from strata_client.attached import Attached
 from strata_client.engine import Engine
-from strata_client.gpu.address_table import AddressTable
-from strata_client.gpu.decoder import Decoder
-from strata_client.gpu.device import Device, bytes_at
-from strata_client.gpu.prompt import LOGITS_TOKENS, STAGING_BYTES, Prompt
-from strata_client.gpu.streaming import ExpertStream
+from strata_client.gpu import steps
+from strata_client.gpu.device import Device
+from strata_client.gpu.prompt import LOGITS_TOKENS
+from strata_client.gpu.stage import Crossing, GpuStage
 from strata_client.models.base import F32, I32, ModelError
 from strata_client.sampler import SamplerOptions
 from strata_client.sequence import TokenSequence
 from vmmd.driver.cuda_calls import call
 
-KV_TYPES = {"f16": structs.KV_F16, "bf16": structs.KV_BF16, "q8_0": structs.KV_Q8_0}
-KV_TYPE_DEFAULT = "f16"
-
 _SOURCES = ("decode", "sample", "prompt_matmul", "prompt_route", "prompt_rows", "store_kv")
-_IN_FLIGHT_MAX = 3
+CHUNKS_AHEAD = 2
+"""Chunks of a prompt that may wait for a stage."""
+
 NOT_FINITE = (1 << 64) - 1
 """What `ring` has instead of a token."""
-
-_TOKEN_OFFSET = Step.token.offset
-_PAGE_BYTES = 4096
 
 
 def load(device_uuid: str, kv_type: str, types: Sequence[str], sources: Sequence[str] = ()) -> tuple[Device, Kernels]:
@@ -57,63 +52,38 @@ def load(device_uuid: str, kv_type: str, types: Sequence[str], sources: Sequence
 
 
 class GpuEngine(Engine):
-    """One sequence, on a GPU. For one thread."""
+    """One sequence, on a GPU or on one for each stage. For one thread."""
 
     def __init__(self, attached: Attached, sequence: TokenSequence) -> None:
-        """Takes what `Engine` does; `attached.kernels` are what `load` makes.
+        """Takes what `Engine` does; the stages' `kernels` are what `load` makes.
 
         Errors: `ModelError` where the kernels cannot run the model; `DriverError`; as `load`.
         """
         super().__init__(attached, sequence)
-        assert attached.kernels is not None
-        model, memory, steps = attached.model, attached.opened.memory, attached.opened.steps
-        params = model.params
-        with timings.stage("wait for kernels"):
-            self._device, kernels = attached.kernels.result()
-        device = self._device
-        device.make_current()
-        steps.drain = device.synchronize
-        self._cells = KvCells(
-            sequence.kv.range.address,
-            sequence.kv.range.slab_bytes,
-            sequence.kv.cells_per_slab,
-            params.n_kv_heads,
-            params.head_dim,
-            KV_TYPES[attached.kv_type],
-        )
-        line = steps.line.ctypes.data
-        page = bytes_at(line // _PAGE_BYTES * _PAGE_BYTES, _PAGE_BYTES)
-        retired = device.register(page) + line % _PAGE_BYTES + pages.WORD_RETIRED * pages.WORD_BYTES
-        heat = device.register(memory.heat) + pages.HEADER_WORDS * pages.WORD_BYTES
-        with timings.stage("graph"):
-            self._decoder = Decoder(
-                device, kernels, model, memory, self._cells, retired, heat,
-                in_place=lambda: Kernels([SOURCES / "decode_in_place.cu"], model.type_names()),
-            )  # fmt: skip
-            self._decoder.capture()
-            buffers = self._decoder.buffers
-            launches = dict(self._decoder.launches)
-            self._head, self._sample = launches["head"], launches["sample"]
-            self._skip, self._end = (
-                kernels.prepare(
-                    "end_step", 1, 32, [buffers["step"], cells, ctypes.c_uint64(retired)], stream=device.stream
-                )
-                for cells in (0, 1)
-            )
-        with timings.stage("prompt kernels"):
-            self._prompt = Prompt(
-                device, kernels, model, memory, attached.kv_type, table=buffers["table"].value,
-                heat=heat + params.n_layers * params.n_experts * pages.WORD_BYTES,
-                h=Activation.at(buffers["h"].value, params.d_model),
-                stream=ExpertStream(device, model.expert_sizes(), STAGING_BYTES),
-            )  # fmt: skip
-        self._table = AddressTable(memory, model.expert_sizes())
-        self._tables = device.pinned((_IN_FLIGHT_MAX + 1, *self._table.words.shape), np.uint64)
-        self._read_back = np.zeros_like(self._table.words) if os.environ.get("STRATA_DEBUG") else None
-        self._tokens = device.pinned((_IN_FLIGHT_MAX + 1, 1), np.int32)
-        self._ended = [device.event() for _ in range(_IN_FLIGHT_MAX + 1)]
+        self._stages = [
+            GpuStage(stage, kv, steps.IN_FLIGHT_MAX + len(attached.stages) - 1)
+            for stage, kv in zip(attached.stages, sequence.kvs, strict=True)
+        ]
+        self._first_stage, self._last_stage = self._stages[0], self._stages[-1]
+        for stage in attached.stages:
+            stage.opened.steps.drain = self._synchronize
+        launches = dict(self._last_stage.decoder.launches)
+        self._head, self._sample = launches["head"], launches["sample"]
+        self._chunk_bytes = 4 * self._first_stage.prompt.tokens_max * attached.model.params.d_model
+        self._inboxes: list[DeviceBuffer] = []
+        self._chunks: list[Crossing] = []  # from each stage to the next, the residuals of a chunk
+        self._activations: list[Crossing] = []  # and what a token's last layer gives
+        for source, target in pairwise(self._stages):
+            target.device.make_current()
+            self._inboxes.append(DeviceBuffer(CHUNKS_AHEAD * self._chunk_bytes))
+            places = [self._inboxes[-1].address + i * self._chunk_bytes for i in range(CHUNKS_AHEAD)]
+            self._chunks.append(Crossing(source, target, places))
+            self._activations.append(Crossing(source, target, [target.decoder.passed[0]]))
+        self._chosen: Crossing | None = None  # from the last to the first, the token that comes next
+        if len(self._stages) > 1:
+            self._chosen = Crossing(self._last_stage, self._first_stage, [self._first_stage.token])
         self._pending: deque[int] = deque()  # steps whose tokens are not read
-        self._enqueued = 0  # cells that are filled once all steps have ended
+        self._enqueued: int | None = 0  # cells that are filled once all steps have ended; None: nobody knows
         self._computing: list[int] = []  # tokens whose cells are filled once the next token is read
         self._place(0)
 
@@ -136,17 +106,18 @@ class GpuEngine(Engine):
             min(options.top_k, (1 << 31) - 1),
             len(prompt) - 1,
         )
-        buffers, device = self._decoder.buffers, self._device
+        buffers, device = self._last_stage.decoder.buffers, self._last_stage.device
         device.upload(buffers["options"].value, np.frombuffer(bytearray(how), np.uint8))
         seen = np.zeros(-(-self.attached.model.params.n_vocab // 32) * 32, np.uint8)
         seen[np.asarray(prompt)] = 1
         device.upload(buffers["seen"].value, np.packbits(seen, bitorder="little"))
         rest = np.asarray(prompt[sequence.kept :], np.int32)
-        while len(rest) > self._prompt.tokens_max:
-            self._enqueue_chunk(rest[: self._prompt.tokens_max], self._end)
-            rest = rest[self._prompt.tokens_max :]
-        self._pending.append(self._enqueue_chunk(rest, self._head, self._sample))
-        sequence.position = self._enqueued
+        tokens_max = self._first_stage.prompt.tokens_max
+        while len(rest) > tokens_max:
+            self._enqueue_chunk(rest[:tokens_max], self._last_stage.end)
+            rest = rest[tokens_max:]
+        self._pending.append(self._enqueue_chunk(rest, self._head, self._sample, self._send_token))
+        sequence.position = len(prompt)
         self._computing = list(prompt[sequence.kept :])
         self._last = None
 
@@ -161,10 +132,10 @@ class GpuEngine(Engine):
         if not self._pending:
             self._pending.append(self._enqueue_token(None))
         number = self._pending.popleft()
-        if self._enqueued < self.sequence.cells:
+        if self._cells_enqueued < self.sequence.cells:
             self._pending.append(self._enqueue_token(None))
-        self._wait(number)
-        token = int(self._decoder.ring[number % structs.RING_WORDS])
+        self._last_stage.steps.wait(number)
+        token = int(self._last_stage.decoder.ring[number % structs.RING_WORDS])
         if token == NOT_FINITE:
             raise ModelError("the logits are not finite; the model file is damaged or needs more than float32")
         self.sequence.transcript.add(self._computing)
@@ -187,94 +158,106 @@ class GpuEngine(Engine):
         logits = np.concatenate(rows if all_logits else rows[-1:])
         logits[:, self.attached.model.params.n_tokens :] = -np.inf
         self.sequence.transcript.add(tokens)
-        self.sequence.position = self._enqueued
+        self.sequence.position += len(tokens)
         return logits if all_logits else logits[-1]
 
     def close(self) -> None:
-        """Waits until nothing runs any more, and gives back what this has on the GPU."""
-        self._device.close()
-        self._prompt.close()
-        self._decoder.buffers.close()
+        """Waits until nothing runs any more, and gives back what this has on the GPUs."""
+        self._synchronize()
+        for stage in self._stages:
+            stage.close()
+        for inbox, stage in zip(self._inboxes, self._stages[1:], strict=True):
+            stage.device.make_current()
+            inbox.close()
 
     def _logits_of(self, tokens: Sequence[int], prompt: bool) -> F32:
         """Evaluates up to `LOGITS_TOKENS` tokens of a prompt, or one as decoding does; logits `[n, n_vocab]`."""
-        logits = np.empty((len(tokens), self.attached.model.params.n_vocab), np.float32)
+        logits, last = np.empty((len(tokens), self.attached.model.params.n_vocab), np.float32), self._last_stage
         if prompt:
-            self._enqueue_chunk(np.asarray(tokens, np.int32), self._prompt.enqueue_logits, self._end)
-            self._device.download(logits, self._prompt.logits)
+            self._enqueue_chunk(np.asarray(tokens, np.int32), last.prompt.enqueue_logits, last.end)
+            last.device.download(logits, last.prompt.logits)
         else:
             self._enqueue_token(tokens[0])
-            self._device.download(logits, self._decoder.buffers["logits"].value)
+            last.device.download(logits, last.decoder.buffers["logits"].value)
         return logits
 
     def _enqueue_token(self, token: int | None) -> int:
         """Enqueues a step of decoding for a token, or for the one that the step before chooses; its number."""
 
-        def launch(number: int) -> None:
-            if token is not None:
-                place = number % len(self._tokens)
-                self._tokens[place] = token
-                self._device.upload(self._decoder.buffers["step"].value + _TOKEN_OFFSET, self._tokens[place])
-            self._decoder.launch()
+        def launch(at: int) -> None:
+            stage, before = self._stages[at], self._activations[at - 1] if at else self._chosen
+            if before is not None:
+                before.receive()
+            if token is not None and stage is self._first_stage:
+                stage.set_token(token)
+            stage.decoder.launch()
+            if before is not None:
+                before.release()
+            if stage is self._last_stage:
+                self._send_token()
+            else:
+                self._activations[at].send(*stage.decoder.passed)
+                stage.end()
 
         return self._enqueue(1, launch, prompt=False)
 
     def _enqueue_chunk(self, tokens: I32, *ends: Callable[[], None]) -> int:
-        """Enqueues a chunk of a prompt and what shall follow it, the last of which ends the step; its number."""
+        """Enqueues a chunk of a prompt and what shall follow it, which ends the last stage's step; its number."""
+        position = self._cells_enqueued
 
-        def launch(number: int) -> None:
-            self._prompt.enqueue(tokens, self._enqueued, self._cells, self._table)
-            self._set_step(number, self._enqueued + len(tokens) - 1)
-            for end in ends:
-                end()
+        def launch(at: int) -> None:
+            stage, size_bytes = self._stages[at], 4 * len(tokens) * self.attached.model.params.d_model
+            x = stage.prompt.buffers["x"].value
+            if at:
+                call(stage.device.cu.cuMemcpyAsync, x, self._chunks[at - 1].receive(), size_bytes, stage.device.stream)
+                self._chunks[at - 1].release()
+            stage.enqueue_chunk(tokens, position)
+            if stage is self._last_stage:
+                for end in ends:
+                    end()
+            else:
+                self._chunks[at].send(x, size_bytes)
+                stage.end()
 
         return self._enqueue(len(tokens), launch, prompt=True)
 
+    def _send_token(self) -> None:
+        """What `sample` has chosen goes to the first stage, if that is another."""
+        if self._chosen is not None:
+            self._chosen.send(self._last_stage.token, 4)
+
     def _enqueue(self, n: int, launch: Callable[[int], None], *, prompt: bool) -> int:
-        """Publishes a step of n tokens and launches it; its number."""
-        signals, opened = self.attached.signals, self.attached.opened
-        signals.between_steps()
-        signals.hold()
-        try:
-            number = opened.steps.publish()
-            try:
-                self._update_table(number, n)
-                opened.memory.count(n, prompt=prompt)
-                launch(number)
-            except BaseException:
-                self._skip()
-                raise
-        finally:
-            signals.release()
-        call(self._device.cu.cuEventRecord, self._ended[number % len(self._ended)], self._device.stream)
-        self._enqueued += n
-        opened.steps.count(n, self._enqueued)
-        return number
+        """Enqueues a step of n tokens, which `launch` does stage by stage; its number in the last."""
+        cells, self._enqueued = self._cells_enqueued + n, None
+        steps.enqueue(
+            self.attached,
+            [stage.steps for stage in self._stages],
+            n,
+            launch,
+            prompt=prompt,
+            check=lambda: self.sequence.check_cells(cells),
+            skip=lambda at: self._stages[at].skip(),
+        )
+        self._enqueued = cells
+        self.attached.count(n, cells)
+        return self._last_stage.steps.number
 
-    def _update_table(self, number: int, n: int) -> None:
-        """Reads where experts are, for the step that was published. They stay there until it ends."""
-        self.sequence.check_cells(self._enqueued + n)
-        self._wait(number - _IN_FLIGHT_MAX)
-        if self._table.refresh():
-            place = number % len(self._tables)
-            self._tables[place] = self._table.words
-            self._device.upload(self._decoder.buffers["table"].value, self._tables[place])
-        if self._read_back is not None:  # nothing runs ahead then
-            self._device.download(self._read_back, self._decoder.buffers["table"].value)
-            self._table.check(self._read_back)
-
-    def _wait(self, number: int) -> None:
-        """Waits for a step's end. Errors: `DriverError`."""
-        call(self._device.cu.cuEventSynchronize, self._ended[number % len(self._ended)])
+    @property
+    def _cells_enqueued(self) -> int:
+        assert self._enqueued is not None, "a step failed: another sequence must begin"
+        return self._enqueued
 
     def _place(self, position: int) -> None:
         """Lets the next step begin in a cell, whatever was enqueued."""
-        self._device.synchronize()
+        self._synchronize()
         self._pending.clear()
+        for crossing in (*self._chunks, *self._activations):
+            crossing.restart()
         self._enqueued = position
-        self._set_step(int(self.attached.opened.steps.line[pages.WORD_LAUNCHED]) + 1, position)
+        for stage in self._stages:
+            stage.set_step(stage.steps.number + 1, position)
 
-    def _set_step(self, number: int, position: int) -> None:
-        """Lets what is enqueued next run as that step, in that cell."""
-        step = np.frombuffer(bytearray(Step(number, position, 0)), np.uint8)
-        self._device.upload(self._decoder.buffers["step"].value, step)
+    def _synchronize(self) -> None:
+        """Waits for all that was launched. Errors: `DriverError`."""
+        for stage in self._stages:
+            stage.device.synchronize()

@@ -78,7 +78,7 @@ class Prompt:
             kv_type: what a K/V cell holds: "f16", "bf16" or "q8_0".
             table: address of the address table on the device, as decode has it.
             heat: address of the heat page's prompt counts, uint64 `[n_layers, n_experts]`, for kernels.
-            h: what `head` takes; holds the last token's row after a chunk.
+            h: what `head` takes; holds the last token's row after a chunk, in the last stage.
             stream: brings experts that are in host slabs.
             tokens_max: the most tokens of a chunk.
 
@@ -127,10 +127,13 @@ class Prompt:
         self._position = ctypes.c_int32(0)
         self._experts = Experts()  # what the next launch over experts computes
         buffers, weights = self.buffers, self._weights
-        self._embed = self._prepare(
-            "embed_prompt", lambda n: n, shapes.ROW_THREADS,
-            weights.matrix("token_embd.weight"), buffers["tokens"], 1, buffers["x"], self._launches.n, params.d_model,
-        )  # fmt: skip
+        self._embed = self._last = None
+        if model.is_first:
+            self._embed = self._prepare(
+                "embed_prompt", lambda n: n, shapes.ROW_THREADS,
+                weights.matrix("token_embd.weight"), buffers["tokens"], 1, buffers["x"], self._launches.n,
+                params.d_model,
+            )  # fmt: skip
         self._rope = self._prepare(
             "rope_table_prompt", lambda n: n, params.head_dim // 2,
             buffers["rope"], self._position, ctypes.c_double(params.rope_freq_base),
@@ -139,13 +142,16 @@ class Prompt:
         self._arguments: list[StoreArguments | PromptArguments] = []  # that hold n, position and cells
         self._attention = [self._prepare_attention(layer) for layer in range(params.n_layers)]
         self._mixture = [self._prepare_mixture(layer) for layer in range(params.n_layers)]
-        self._last = self._prepare(
-            "last_activation", lambda _: -(-params.d_model // 16 // shapes.ROW_THREADS), shapes.ROW_THREADS,
-            buffers["x"], weights.vector("output_norm.weight"), h, self._launches.n, params.d_model,
-        )  # fmt: skip
+        if model.is_last:
+            self._last = self._prepare(
+                "last_activation", lambda _: -(-params.d_model // 16 // shapes.ROW_THREADS), shapes.ROW_THREADS,
+                buffers["x"], weights.vector("output_norm.weight"), h, self._launches.n, params.d_model,
+            )  # fmt: skip
 
     def enqueue(self, tokens: I32, position: int, cells: KvCells, table: AddressTable) -> None:
         """Enqueues a chunk of a sequence.
+
+        A stage that is not the first begins with the residual that is in the buffer `x` by then.
 
         Args:
             tokens: int32 `[n]`, 1 to `tokens_max`; may change at once.
@@ -158,7 +164,6 @@ class Prompt:
         n = len(tokens)
         if not 0 < n <= self.tokens_max:
             raise InvalidRequest(f"a chunk of {n} tokens; 1 to {self.tokens_max} can be computed at once")
-        self._device.upload(self.buffers["tokens"].value, np.ascontiguousarray(tokens, np.int32))
         is_in_place = n <= TOKENS_IN_PLACE
         if (not is_in_place and self._stream.begin(table)) or not self._order_is_there:
             self._device.upload(self.buffers["order"].value, self._stream.order)
@@ -167,13 +172,16 @@ class Prompt:
         self._position.value = position
         for arguments in self._arguments:
             arguments.n, arguments.position, arguments.cells = n, position, cells
-        self._embed()
+        if self._embed is not None:
+            self._device.upload(self.buffers["tokens"].value, np.ascontiguousarray(tokens, np.int32))
+            self._embed()
         self._rope()
         for layer, (attention, mixture) in enumerate(zip(self._attention, self._mixture, strict=True)):
             for launch in attention:
                 launch()
             self._enqueue_mixture(layer, mixture, is_in_place)
-        self._last()
+        if self._last is not None:
+            self._last()
 
     def enqueue_logits(self) -> None:
         """Enqueues the logits of all tokens of the chunk before, at most `LOGITS_TOKENS`.

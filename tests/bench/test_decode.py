@@ -117,18 +117,18 @@ def warmed(engine: Any) -> tuple[float, float]:
         assert engine.sequence.has_room()
     took_s = time.perf_counter() - began
     routed = counts(engine) - before
-    return TOKENS / took_s, 1 - float((routed * engine._table.in_host.reshape(-1)).sum() / routed.sum())
+    return TOKENS / took_s, 1 - float((routed * engine._stages[0].steps.table.in_host.reshape(-1)).sum() / routed.sum())
 
 
 def counts(engine: Any) -> Any:
     """How often each expert was routed to while decoding."""
-    shape = engine._table.in_host.size
+    shape = engine._stages[0].steps.table.in_host.size
     return engine.attached.opened.memory.heat[pages.HEADER_WORDS : pages.HEADER_WORDS + shape].astype(np.int64)
 
 
 def kernel_times_us(engine: Any) -> list[tuple[str, int, float]]:
     """Name, number in a step, and time of each kernel, from replays of a graph of those of one name alone."""
-    decoder, device = engine._decoder, engine._device
+    decoder, device = engine._stages[0].decoder, engine._stages[0].device
     cu, found = device.cu, []
     for name, count in Counter(name for name, _ in decoder.launches).items():
         call(cu.cuStreamBeginCapture, device.stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
@@ -181,7 +181,7 @@ def test_partly_resident(machine: Machine, model_path: Path, skew: str) -> None:
         config = f"cap_bytes = {int((REST_GIB + share * EXPERTS_GIB) * GIB)}\n"
         with opened(machine, model_path, 1024, config) as engine:
             rate, hits = warmed(engine)
-            resident = 1 - float(engine._table.in_host.mean())
+            resident = 1 - float(engine._stages[0].steps.table.in_host.mean())
         name = f"{share:.0%} of the experts resident, skew {skew}"
         rows.append(Row(name, rate, "tok/s", "higher", wanted, limit, peer))
         rows.append(Row(f"{share:.0%}: experts in slots at the end", 100 * resident, "%", "higher"))

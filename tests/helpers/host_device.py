@@ -11,6 +11,7 @@ an error here, too.
 """
 
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -75,11 +76,16 @@ class HostCuda:
         self.copied_bytes = 0
         self.crossed_bytes = 0  # from one device to another
         self.n_devices = 0
-        self.current = 0
+        self._thread = threading.local()
+
+    @property
+    def current(self) -> int:
+        """The calling thread's current device."""
+        return int(getattr(self._thread, "device", 0))
 
     def cuCtxSetCurrent(self, device: int) -> tuple[int]:
         """What is made and enqueued from here on is this device's."""
-        self.current = device
+        self._thread.device = device
         return OK
 
     def cuStreamCreate(self, flags: int) -> tuple[int, int]:
@@ -193,6 +199,16 @@ class HostCuda:
         assert anywhere or is_here, "a kernel is launched while another device is current"
         self._enqueue(stream, run)
 
+    def gate(self, stream: int) -> Callable[[], None]:
+        """Holds up what comes later in a stream until this is called."""
+        gate = _Operation(lambda: None)
+        self._enqueue(stream, gate.run, gate)
+
+        def open_gate() -> None:
+            gate.is_done = True
+
+        return open_gate
+
     def _enqueue(self, stream: int, run: Callable[[], Any], waits_for: _Operation | None = None) -> _Operation:
         operation = _Operation(run, waits_for)
         on = self._streams[stream - 1]
@@ -216,16 +232,17 @@ class HostCuda:
 class HostDevice:
     """In the place of `strata_client.gpu.device.Device`.
 
-    The first has CUDA's calls to itself; others of the same process are made with those of the first.
+    The first has CUDA's calls to itself; others of the same process are made with those of the first, and with its
+    context where they are the same GPU.
     """
 
     multiprocessors = 4
     shared_bytes_max = 99 * 1024
 
-    def __init__(self, rng: np.random.Generator, first: "HostDevice | None" = None) -> None:
+    def __init__(self, rng: np.random.Generator, first: "HostDevice | None" = None, context: int | None = None) -> None:
         self.cu: HostCuda = HostCuda(rng) if first is None else first.cu
-        self.context = 0 if first is None else first.cu.n_devices
-        self.cu.n_devices = self.context + 1
+        self.context = self.cu.n_devices if context is None else context
+        self.cu.n_devices = max(self.cu.n_devices, self.context + 1)
         self.make_current()
         self.stream = self.cu.cuStreamCreate(0)[1]
         self._pinned: list[Array] = []
@@ -250,6 +267,9 @@ class HostDevice:
         """A zeroed array that lives as long as this device."""
         self._pinned.append(np.zeros(shape, dtype))
         return self._pinned[-1]
+
+    def reach(self, other: "HostDevice") -> None:
+        """Everything is reached anyway."""
 
     def register(self, page: Array) -> int:
         """Where the page is anyway."""

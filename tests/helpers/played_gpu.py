@@ -1,5 +1,6 @@
-"""A GPU that the host plays, under the engines of `strata_client.gpu`, with a real daemon on the host driver."""
+"""GPUs that the host plays, under the engines of `strata_client.gpu`, with a real daemon on the host driver."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from strata_client import attached as attaching
 from strata_client.attached import Attached, attach
-from strata_client.gpu import decoder, prompt, streaming
+from strata_client.gpu import decoder, prompt, stage, streaming
 from strata_client.gpu import engine as gpu_engine
 from strata_client.mapping import MappedRange
 from strata_client.models.gguf_file import open_model_file
@@ -26,32 +27,39 @@ MICRO = DATA / "micro.gguf"
 
 
 def play(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's memory, streams and kernels in the place of a GPU's.
+    """The host's memory, streams and kernels in the place of GPUs', which are told from each other by their UUIDs.
 
-    A real GPU goes on while a range grows, which waits for that; this one runs nothing by itself, so it is told to.
+    All are of one process, so that events order streams of several. Real GPUs go on while a range grows, which waits
+    for that; these run nothing by themselves, so they are told to.
     """
     require_host_compiler()
-    seeds = np.random.default_rng()
-    for module in (decoder, prompt, streaming):
+    rng = np.random.default_rng(np.random.default_rng().integers(1 << 32))
+    for module in (decoder, gpu_engine, prompt, streaming):
         monkeypatch.setattr(module, "DeviceBuffer", HostBuffer)
     devices: list[HostDevice] = []
+    uuids: list[str] = []
+    lock = threading.Lock()  # several may be loaded at once
 
     def device(uuid: str) -> HostDevice:
-        devices.append(HostDevice(np.random.default_rng(seeds.integers(1 << 32))))
-        return devices[-1]
+        with lock:
+            if uuid not in uuids:
+                uuids.append(uuid)
+            devices.append(HostDevice(rng, devices[0] if devices else None, uuids.index(uuid)))
+            return devices[-1]
 
     def kernels(sources: Sequence[Path], types: Sequence[str]) -> HostKernelSet:
-        return HostKernelSet(devices[-1], sources)
+        return HostKernelSet(devices[0], sources)
 
     change = Session._change
 
     def change_between_steps(session: Session, how: Callable[[], None]) -> None:
-        if devices:
-            devices[-1].synchronize()
+        for device in devices:
+            device.synchronize()
         change(session, how)
 
     monkeypatch.setattr(gpu_engine, "Device", device)
-    monkeypatch.setattr(gpu_engine, "Kernels", kernels)
+    for module in (gpu_engine, stage):
+        monkeypatch.setattr(module, "Kernels", kernels)
     monkeypatch.setattr(MappedRange, "address", property(lambda self: self.view.ctypes.data))
     monkeypatch.setattr(Session, "_change", change_between_steps)
 
@@ -60,7 +68,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> None:
 def attached_micro(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, *, gpu: bool, context: int = 256, **how: Any
 ) -> Iterator[Attached]:
-    """micro.gguf attached, to be computed on the host or on the GPU that it plays."""
+    """micro.gguf attached, to be computed on the host or on GPUs that it plays."""
     monkeypatch.setattr(attaching, "is_gpu", lambda uuid: gpu)
     with open_model_file(str(MICRO)) as model_file:
         lines: list[str] = []

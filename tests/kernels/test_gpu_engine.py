@@ -3,56 +3,28 @@
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from strata_client import attached as attaching
-from strata_client.attached import attach
 from strata_client.engine import Engine, open_engine
-from strata_client.gpu import decoder, prompt, streaming
-from strata_client.gpu import engine as gpu_engine
 from strata_client.gpu.address_table import AddressTable
 from strata_client.gpu.prompt import LOGITS_TOKENS
-from strata_client.mapping import MappedRange
 from strata_client.models.base import F32
-from strata_client.models.gguf_file import open_model_file
-from strata_client.models.qwen3moe import Qwen3Moe
-from strata_client.output import Signals
 from strata_client.sampler import SamplerOptions
-from tests.helpers.cuda_host import require_host_compiler
+from strata_client.split import Split
 from tests.helpers.daemon import Daemon, running_daemon, wait_until
-from tests.helpers.gguf_builder import DATA
-from tests.helpers.host_device import HostBuffer, HostDevice, HostKernelSet
+from tests.helpers.played_gpu import attached_micro, play
 from vmmd.errors import VmmError
 
-MICRO = DATA / "micro.gguf"
 LOGITS_MEDIAN = 0.03
 PROMPT = [5, 9, 44, 101, 3, 77, 12, 12, 200, 31, 8]
 
 
 @pytest.fixture(autouse=True)
-def gpu_played_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's memory, streams and kernels in the place of a GPU's."""
-    require_host_compiler()
-    seeds = np.random.default_rng()
-    monkeypatch.setattr(decoder, "DeviceBuffer", HostBuffer)
-    monkeypatch.setattr(prompt, "DeviceBuffer", HostBuffer)
-    monkeypatch.setattr(streaming, "DeviceBuffer", HostBuffer)
-    devices: list[HostDevice] = []
-
-    def device(uuid: str) -> HostDevice:
-        devices.append(HostDevice(np.random.default_rng(seeds.integers(1 << 32))))
-        return devices[-1]
-
-    def kernels(sources: Sequence[Path], types: Sequence[str]) -> HostKernelSet:
-        return HostKernelSet(devices[-1], sources)
-
-    monkeypatch.setattr(gpu_engine, "Device", device)
-    monkeypatch.setattr(gpu_engine, "Kernels", kernels)
-    monkeypatch.setattr(MappedRange, "address", property(lambda self: self.view.ctypes.data))
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch)
 
 
 @contextmanager
@@ -64,17 +36,14 @@ def opened(
     context: int = 256,
     conversation: str | None = None,
     peers: Sequence[str] = (),
+    split: Split | None = None,
 ) -> Iterator[Engine]:
-    """An engine for micro.gguf, the host's own or a GPU's."""
-    monkeypatch.setattr(attaching, "is_gpu", lambda uuid: gpu)
-    with open_model_file(str(MICRO)) as model_file:
-        lines: list[str] = []
-        with attach(
-            Qwen3Moe(model_file), model_file, [daemon.directory], context=context, device=None, kv_type=None,
-            say=lines.append, say_verbose=lines.append, signals=Signals(), progress=lambda done, total: None,
-            peer_devices=peers,
-        ) as attached, open_engine(attached, conversation) as engine:  # fmt: skip
-            yield engine
+    """An engine for micro.gguf, the host's own or GPUs'."""
+    with (
+        attached_micro(daemon, monkeypatch, gpu=gpu, context=context, peer_devices=peers, split=split) as attached,
+        open_engine(attached, conversation) as engine,
+    ):
+        yield engine
 
 
 def text(engine: Engine, prompt_tokens: Sequence[int], n: int, options: SamplerOptions) -> list[int]:
@@ -111,7 +80,7 @@ def test_sampled_text(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_daemon() as daemon, opened(daemon, monkeypatch, gpu=True) as engine:
         texts = [text(engine, tokens, 8, SamplerOptions(temperature=1.5, seed=seed)) for seed in (3, 3, 4)]
         assert texts[0] == texts[1] != texts[2]
-        engine._prompt.tokens_max = 16
+        engine._stages[0].prompt.tokens_max = 16
         assert text(engine, tokens, 8, SamplerOptions(temperature=1.5, seed=3)) == texts[0]
 
 
@@ -135,13 +104,13 @@ def test_the_same_bits_wherever_experts_are(monkeypatch: pytest.MonkeyPatch) -> 
     slabs = "slab_bytes = 65536\n"
     with running_daemon(slabs) as daemon, opened(daemon, monkeypatch, gpu=True) as engine:
         resident = logits_while_decoding(engine)
-        assert not engine._table.in_host.any()
+        assert not engine._stages[0].steps.table.in_host.any()
         device = daemon.status()["devices"][0]
     cap_bytes = device["kv_bytes"] + device["weights_bytes"] + device["experts_bytes"] // 2
     with running_daemon(f"{slabs}cap_bytes = {cap_bytes}\n") as daemon, opened(daemon, monkeypatch, gpu=True) as engine:
         assert np.array_equal(logits_while_decoding(engine), resident)
-        assert engine._table.in_host.any()
-        assert not engine._table.in_host.all()
+        assert engine._stages[0].steps.table.in_host.any()
+        assert not engine._stages[0].steps.table.in_host.all()
 
 
 def test_the_same_bits_with_experts_on_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,13 +126,13 @@ def test_the_same_bits_with_experts_on_a_peer(monkeypatch: pytest.MonkeyPatch) -
         assert np.array_equal(logits_while_decoding(engine), resident)
         memory = engine.attached.opened.memory
         assert [len(memory.experts_on(part)) for part in (0, 1)] == [2, 2], "a half, less what K/V took; and a quarter"
-        assert engine._table.in_host.sum() == 4
+        assert engine._stages[0].steps.table.in_host.sum() == 4
 
 
 def test_homes_are_mapped_behind_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all experts on the device none waits for the homes; they are there a moment after the first token."""
     with running_daemon() as daemon, opened(daemon, monkeypatch, gpu=True) as first:
-        n_experts = first._table.words[..., 0].size
+        n_experts = first._stages[0].steps.table.words[..., 0].size
         wait_until(lambda: daemon.status()["models"][0]["homes"] == n_experts, 10)
         tokens = text(first, PROMPT, 12, SamplerOptions(temperature=0))
         with opened(daemon, monkeypatch, gpu=True) as engine:
@@ -184,7 +153,7 @@ def test_checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     slabs, greedy = "slab_bytes = 65536\n", SamplerOptions(temperature=0)
     with running_daemon(slabs) as daemon, opened(daemon, monkeypatch, gpu=True, context=1024) as engine:
         tokens = text(engine, PROMPT, 8, greedy)
-        engine._device.synchronize()  # nothing runs by itself there
+        engine._stages[0].device.synchronize()  # nothing runs by itself there
         assert engine.sequence.grow(1024)
         device = daemon.status()["devices"][0]
     monkeypatch.setenv("STRATA_DEBUG", "1")
@@ -204,14 +173,16 @@ def test_checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert text(engine, PROMPT, 8, greedy) == tokens
         assert len(checked) >= 8
         in_host = checked[-1]
-        engine._device.synchronize()
+        engine._stages[0].device.synchronize()
         assert engine.sequence.kv.cells < 1024 and engine.sequence.grow(1024), engine.sequence.refusal
         assert text(engine, PROMPT, 8, greedy) == tokens
         assert checked[-1] > in_host
         monkeypatch.setattr(AddressTable, "refresh", lambda table: False)  # a new table would mend it
         on_device = np.ctypeslib.as_array(
-            (ctypes.c_uint64 * engine._table.words.size).from_address(engine._decoder.buffers["table"].value)
-        ).reshape(engine._table.words.shape)
+            (ctypes.c_uint64 * engine._stages[0].steps.table.words.size).from_address(
+                engine._stages[0].decoder.buffers["table"].value
+            )
+        ).reshape(engine._stages[0].steps.table.words.shape)
         on_device[1, 2, 1] += 256
         with pytest.raises(VmmError, match="layer 1, expert 2, up"):
             text(engine, PROMPT, 8, greedy)
