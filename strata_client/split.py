@@ -36,6 +36,7 @@ HOST_BYTES_PER_S = 50e9
 _SPEED_BYTES_PER_S = 1e12  # of all devices, where it is not known of each
 
 I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
 
 
 class Sizes(NamedTuple):
@@ -115,8 +116,10 @@ class Split(NamedTuple):
         numbers = {device.uuid: number for number, device in enumerate(devices)}
         for device, count in zip(chosen, counts, strict=False):
             if count:
-                cost = _cost(sizes, device, first, first + count, _speed_of(device, chosen))
-                plans.append(Plan(device, numbers[device.uuid], range(first, first + count), *cost))
+                costs = _Costs.of(sizes, device, _speed_of(device, chosen))
+                need, without_room, token_s = (cost[first, first + count].item() for cost in costs)
+                layers = range(first, first + count)
+                plans.append(Plan(device, numbers[device.uuid], layers, need, without_room, token_s))
                 first += count
         return plans
 
@@ -180,35 +183,49 @@ def _speed_of(device: wire.Device, devices: Sequence[wire.Device]) -> float:
     return float(device.bandwidth_bytes_per_s) if _are_known(devices) else _SPEED_BYTES_PER_S
 
 
-def _cost(sizes: Sizes, device: wire.Device, first: int, stop: int, speed: float) -> tuple[int, float, float]:
-    """What a run of layers needs on a device, the share of experts without room, and the seconds that a token takes.
+class _Costs(NamedTuple):
+    """What runs of layers take on a device, by their first layer and the one after their last, `[n + 1, n + 1]` each.
 
-    Those are infinite where not even the weights fit.
+    A token takes no time in an empty run, and forever in one whose weights do not fit, or that ends before it begins.
     """
-    weights, kv, slots, read, experts_read = (int(size[first:stop].sum()) for size in sizes)
-    need = weights + kv + slots
-    without_room = min(1.0, max(0, need - device.limit_bytes) / slots)
-    resident_s = (read + experts_read * (1 - without_room)) / speed
-    token_s = resident_s + experts_read * without_room / HOST_BYTES_PER_S
-    return need, without_room, token_s if weights <= device.limit_bytes else float("inf")
+
+    need_bytes: I64
+    without_room: F64
+    token_s: F64
+
+    @classmethod
+    def of(cls, sizes: Sizes, device: wire.Device, speed: float) -> "_Costs":
+        sums = [np.concatenate([[0], np.cumsum(size)]) for size in sizes]
+        weights, kv, slots, read, experts_read = (total[None, :] - total[:, None] for total in sums)
+        need = weights + kv + slots
+        without_room = np.clip((need - device.limit_bytes) / np.maximum(slots, 1), 0, 1)
+        token_s = (read + experts_read * (1 - without_room)) / speed + experts_read * without_room / HOST_BYTES_PER_S
+        n_layers = np.arange(len(need))[None, :] - np.arange(len(need))[:, None]
+        is_possible = (n_layers == 0) | ((n_layers > 0) & (weights <= device.limit_bytes))
+        return cls(need, without_room, np.where(is_possible, token_s, np.inf))
 
 
 def _weighed(sizes: Sizes, devices: Sequence[wire.Device]) -> list[int]:
     """Layers on each device, of which some may get none, as the module's text says."""
-    n = len(sizes.weights)
-    # by layers that are placed: the slowest stage, the sum of all, and how many each device has
-    nowhere: tuple[float, float, list[int]] = (float("inf"), float("inf"), [])
-    best = [(0.0, 0.0, nowhere[2]), *[nowhere] * n]
-    for device in devices:
-        speed = _speed_of(device, devices)
-        reached = [(slowest, total, [*counts, 0]) for slowest, total, counts in best]
-        for stop in range(1, n + 1):
-            for first in range(stop):
-                slowest, total, counts = best[first]
-                token_s = _cost(sizes, device, first, stop, speed)[2]
-                reached[stop] = min(reached[stop], (max(slowest, token_s), total + token_s, [*counts, stop - first]))
-        best = reached
-    slowest, _, counts = best[n]
-    if slowest == float("inf"):  # the daemon says what is missing where
-        counts = [n // len(devices) + (i < n % len(devices)) for i in range(len(devices))]
-    return counts
+    costs = [_Costs.of(sizes, device, _speed_of(device, devices)).token_s for device in devices]
+    slowest, _ = _best(costs, np.maximum)
+    if slowest == np.inf:  # the daemon says what is missing where
+        n = len(sizes.weights)
+        return [n // len(devices) + (i < n % len(devices)) for i in range(len(devices))]
+    return _best([np.where(cost <= slowest, cost, np.inf) for cost in costs], np.add)[1]
+
+
+def _best(costs: Sequence[F64], combine: np.ufunc) -> tuple[float, list[int]]:
+    """The least that all layers take, if two runs take what `combine` says together; and how many each device gets."""
+    reached = np.full(len(costs[0]), np.inf)  # by layers that are placed
+    reached[0] = 0
+    firsts = []
+    for cost in costs:
+        ways = combine(reached[:, None], cost)
+        firsts.append(ways.argmin(axis=0))
+        reached = ways.min(axis=0)
+    stop, counts = len(reached) - 1, []
+    for first in reversed(firsts):
+        counts.append(int(stop - first[stop]))
+        stop = int(first[stop])
+    return float(reached[-1]), counts[::-1]
