@@ -4,13 +4,14 @@ The daemon knows nothing of it. Each stage is a model of its own there, with the
 the arena and the K/V of its layers on its device; only the residual crosses from one to
 the next. What is decided here is how many layers each device gets.
 
-`auto` counts what a token has to read: the weights of a stage's layers and its share of
+`auto` counts what a token has to read in a stage's layers: their weights and its share of
 their experts, at the speed of the device's memory, and from host memory those experts that
 find no room beside the weights and the K/V of the whole context. Of all ways to part the
 layers it takes the one whose slowest stage takes least, for that is what a prompt waits for
 whose chunks are in all stages at once; then the one that takes least in sum, as a token
 goes through all of them. So a smaller or slower card gets fewer layers, and has no say in
-what the others do with theirs.
+what the others do with theirs. The output matrix needs room, but no time here: a prompt
+reads it once, and a token reads it wherever it is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,12 +41,12 @@ F64 = npt.NDArray[np.float64]
 
 
 class Sizes(NamedTuple):
-    """What each layer takes in bytes, int64 `[n_layers]` each; embedding and output are the first and last layer's."""
+    """What each layer takes in bytes, int64 `[n_layers]` each."""
 
-    weights: I64
+    weights: I64  # the first has the embedding, the last the output matrix, too
     kv: I64  # of the whole context
     slots: I64  # of all experts
-    read: I64  # by a token, of weights
+    read: I64  # by a token, of the layer's own weights
     experts_read: I64  # by a token, of the experts that it is routed to
 
 
@@ -58,7 +59,7 @@ class Plan(NamedTuple):
         layers: of the whole model.
         need_bytes: with all experts and the K/V of the whole context.
         without_room: share of the experts that find none.
-        token_s: that its memory takes for a token; infinite where not even the weights fit.
+        token_s: that memory takes for a token in these layers; infinite where not even the weights fit.
     """
 
     device: wire.Device
@@ -146,10 +147,9 @@ def sizes_of(model: Qwen3Moe, cell_bytes: int, context: int) -> Sizes:
         is_embedding = kind == "token_embd"
         at = int(number) if kind == "blk" else 0 if is_embedding else n - 1
         weights[at] += extent.length_bytes
-        if is_embedding and model.tied_output:
-            weights[n - 1] += extent.length_bytes * (n > 1)
-            read[n - 1] += extent.length_bytes
-        elif not is_embedding:
+        if is_embedding and model.tied_output and n > 1:
+            weights[n - 1] += extent.length_bytes
+        if kind == "blk":
             read[at] += extent.length_bytes
     experts = model.expert_sizes()
     slots = (-(-experts // pages.ALIGN_BYTES) * pages.ALIGN_BYTES).sum(axis=(1, 2))

@@ -82,15 +82,15 @@ def test_auto_and_a_small_card() -> None:
     arguments = (PROMPT, "--max-tokens", "1", "--layer-split", "auto", "--context", "256")
     with running_daemon(config(ROOMY)) as running:
         done = running.generate(*arguments)
-        assert _lines(done)[0] == "strata: --layer-split auto takes 2,3,1:"
-        assert _stages(done) == [(0, 1, 0), (2, 4, 1), (5, 5, 2)]
+        assert _lines(done)[0] == "strata: --layer-split auto takes 2,2,2:"
+        assert _stages(done) == [(0, 1, 0), (2, 3, 1), (4, 5, 2)]
     with running_daemon(config((64, 3, 64))) as running:
         done = running.generate(*arguments)
-        assert _stages(done) == [(0, 2, 0), (3, 3, 1), (4, 5, 2)]
+        assert _stages(done) == [(0, 1, 0), (2, 2, 1), (3, 5, 2)]
         assert STAGE.fullmatch(_lines(done)[2])[5] == "3.00 MiB"  # type: ignore[index]
     reserved = config(()) + '[[device]]\nuuid = "HOST-SIM-1"\nreserve_bytes = "61MiB"\n'
     with running_daemon(reserved) as running:
-        assert _stages(running.generate(*arguments)) == [(0, 2, 0), (3, 3, 1), (4, 5, 2)]
+        assert _stages(running.generate(*arguments)) == [(0, 1, 0), (2, 2, 1), (3, 5, 2)]
 
 
 def test_all_grow_together() -> None:

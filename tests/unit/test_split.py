@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strata_api.v1 import memory_pb2 as wire
 
@@ -93,6 +93,7 @@ def test_lines_of_a_split_that_was_asked_for() -> None:
     assert second.startswith("strata: layers 10 to 47 on device 1, HOST-SIM-1: 38.00 GiB")
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_no_split_has_a_faster_slowest_stage(data: st.DataObject) -> None:
     """`auto` is never slower than any other way to part the layers."""
@@ -177,7 +178,7 @@ def test_nonsense(text: str) -> None:
 
 
 def test_sizes_of_the_shipped_model() -> None:
-    """All of a model's bytes are some layer's; what a token reads leaves out the embedding and most experts."""
+    """All of a model's bytes are some layer's; what a token reads is of the layers alone, and of few experts."""
     with open_model_file(DEFAULT_MODEL) as model_file:
         model = Qwen3Moe(model_file)
         of = sizes_of(model, 6144, 100)
@@ -185,7 +186,7 @@ def test_sizes_of_the_shipped_model() -> None:
         experts = int(model.expert_sizes().sum())
     assert of.weights.sum() == sum(extents.values()) + model.tied_output * extents["token_embd.weight"]
     assert of.weights[0] > of.weights[1] < of.weights[-1]
-    assert of.read.sum() == sum(extents.values()) - (0 if model.tied_output else extents["token_embd.weight"])
+    assert of.read.sum() == sum(length for name, length in extents.items() if name.startswith("blk."))
     assert of.kv.tolist() == [102400] * 6
     assert experts <= of.slots.sum() < 1.1 * experts
     assert of.experts_read.sum() == experts * model.params.top_k // model.params.n_experts
