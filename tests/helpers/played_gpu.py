@@ -53,8 +53,9 @@ def play(monkeypatch: pytest.MonkeyPatch) -> None:
     change = Session._change
 
     def change_between_steps(session: Session, how: Callable[[], None]) -> None:
-        for device in devices:
-            device.synchronize()
+        if threading.current_thread() is threading.main_thread():  # the watch thread waits until that one is idle
+            for device in devices:
+                device.synchronize()
         change(session, how)
 
     monkeypatch.setattr(gpu_engine, "Device", device)
@@ -66,11 +67,11 @@ def play(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def attached_micro(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, *, gpu: bool, context: int = 256, **how: Any
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, *, gpu: bool, context: int = 256, path: Path = MICRO, **how: Any
 ) -> Iterator[Attached]:
-    """micro.gguf attached, to be computed on the host or on GPUs that it plays."""
+    """micro.gguf, or another model, attached, to be computed on the host or on GPUs that it plays."""
     monkeypatch.setattr(attaching, "is_gpu", lambda uuid: gpu)
-    with open_model_file(str(MICRO)) as model_file:
+    with open_model_file(str(path)) as model_file:
         lines: list[str] = []
         with attach(
             Qwen3Moe(model_file), model_file, [daemon.directory], context=context, device=None, kv_type=None,

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from strata_client.models.base import F32
 from strata_client.sampler import SamplerOptions
 from strata_client.split import Split
 from tests.helpers.daemon import Daemon, running_daemon, wait_until
-from tests.helpers.played_gpu import attached_micro, play
+from tests.helpers.played_gpu import MICRO, attached_micro, play
 from vmmd.errors import VmmError
 
 LOGITS_MEDIAN = 0.03
@@ -37,10 +38,13 @@ def opened(
     conversation: str | None = None,
     peers: Sequence[str] = (),
     split: Split | None = None,
+    path: Path = MICRO,
 ) -> Iterator[Engine]:
     """An engine for micro.gguf, the host's own or GPUs'."""
     with (
-        attached_micro(daemon, monkeypatch, gpu=gpu, context=context, peer_devices=peers, split=split) as attached,
+        attached_micro(
+            daemon, monkeypatch, gpu=gpu, context=context, peer_devices=peers, split=split, path=path
+        ) as attached,
         open_engine(attached, conversation) as engine,
     ):
         yield engine

@@ -1,10 +1,13 @@
 """A model that is split over GPUs that the host plays, with a real daemon: texts, logits, and what runs beside what."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from strata_api.v1 import pages
 
 from strata_client.gpu.engine import CHUNKS_AHEAD
+from strata_client.main import DEFAULT_MODEL
 from strata_client.sampler import SamplerOptions
 from strata_client.split import Split
 from tests.helpers.daemon import running_daemon
@@ -101,3 +104,16 @@ def test_growth_is_all_or_nothing(monkeypatch: pytest.MonkeyPatch, has_room: boo
         engine._synchronize()
         assert engine.sequence.grow(257) == has_room
         assert ("HOST-SIM-1" in engine.sequence.refusal) != has_room
+
+
+def test_three_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in the middle neither embeds nor chooses; the packaged model's text is that of one GPU."""
+    config = "[host]\ndevices = 3\n"
+    texts = []
+    with running_daemon(config) as daemon:
+        for split in (None, Split([1, 3])):
+            with opened(daemon, monkeypatch, gpu=True, path=Path(DEFAULT_MODEL), split=split) as engine:
+                for stage in engine._stages:
+                    stage.prompt.tokens_max = 4
+                texts.append(text(engine, PROMPT, 4, GREEDY))
+    assert texts[0] == texts[1]
