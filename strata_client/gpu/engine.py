@@ -228,12 +228,17 @@ class GpuEngine(Engine):
 
     def _enqueue(self, n: int, launch: Callable[[int], None], *, prompt: bool) -> int:
         """Enqueues a step of n tokens, which `launch` does stage by stage; its number in the last."""
-        cells, self._enqueued = self._cells_enqueued + n, None
+        cells = self._cells_enqueued + n
+
+        def launch_unless_it_fails(at: int) -> None:
+            self._enqueued = None
+            launch(at)
+
         steps.enqueue(
             self.attached,
             [stage.steps for stage in self._stages],
             n,
-            launch,
+            launch_unless_it_fails,
             prompt=prompt,
             check=lambda: self.sequence.check_cells(cells),
             skip=lambda at: self._stages[at].skip(),
@@ -244,7 +249,7 @@ class GpuEngine(Engine):
 
     @property
     def _cells_enqueued(self) -> int:
-        assert self._enqueued is not None, "a step failed: another sequence must begin"
+        assert self._enqueued is not None, "a launch failed, and the sequence did not begin anew"
         return self._enqueued
 
     def _place(self, position: int) -> None:

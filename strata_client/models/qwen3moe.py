@@ -74,6 +74,7 @@ class Qwen3Moe:
         self.params: Params = read_params(model_file)
         self._tensors = check_tensors(model_file, self.params)
         self.tied_output = "output.weight" not in self._tensors
+        self._type_names = sorted({tensor.type.name for tensor in self._tensors.values()})
         self._expert_cache_bytes = expert_cache_bytes
         self.kv_cell_bytes = self.params.n_layers * 2 * self.params.n_kv_heads * self.params.head_dim * 4
         self.is_first = self.is_last = True
@@ -197,8 +198,8 @@ class Qwen3Moe:
         return tuple(types)
 
     def type_names(self) -> list[str]:
-        """The types of the tensors that the model is made of, by name, each once."""
-        return sorted({tensor.type.name for tensor in self._tensors.values()})
+        """The types of the tensors of the whole model, by name, each once: all stages have the same kernels."""
+        return list(self._type_names)
 
     def tensor(self, name: str) -> TensorInfo:
         """A tensor of the model."""

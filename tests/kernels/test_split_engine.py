@@ -13,6 +13,7 @@ from strata_client.split import Split
 from tests.helpers.daemon import running_daemon
 from tests.helpers.played_gpu import play
 from tests.kernels.test_gpu_engine import LOGITS_MEDIAN, PROMPT, logits_while_decoding, opened, text
+from vmmd.errors import LeaseRevoked
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +118,22 @@ def test_three_stages(monkeypatch: pytest.MonkeyPatch) -> None:
                     stage.prompt.tokens_max = 4
                 texts.append(text(engine, PROMPT, 4, GREEDY))
     assert texts[0] == texts[1]
+
+
+def test_steps_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that has no cells, or that only the first stage could begin, leaves both idle; the text begins anew."""
+    with running_daemon(DEVICES) as daemon, opened(daemon, monkeypatch, gpu=True, split=Split([1])) as engine:
+        wanted = text(engine, PROMPT, 6, GREEDY)
+        for target, name in ((engine.sequence, "check_cells"), (engine._stages[1], "enqueue_chunk")):
+            with monkeypatch.context() as broken:
+                broken.setattr(target, name, _revoked)
+                for _ in range(2):
+                    with pytest.raises(LeaseRevoked, match="taken back"):
+                        text(engine, PROMPT, 6, GREEDY)
+            engine._synchronize()
+            assert all(stage.opened.steps.idle for stage in engine.attached.stages)
+            assert text(engine, PROMPT, 6, GREEDY) == wanted
+
+
+def _revoked(*args: object) -> None:
+    raise LeaseRevoked("taken back")

@@ -403,3 +403,4 @@ def test_stages(tmp_path: Path, is_tied: bool, form: Any) -> None:
             assert sum(len(stage.stacks()) for stage in stages) == len(model.stacks())
             assert {s.layer for s in stages[1].stacks()} == set(range(n - stop))
             assert sum(stage.kv_cell_bytes for stage in stages) == model.kv_cell_bytes
+            assert [stage.type_names() for stage in stages] == [model.type_names()] * 2
