@@ -65,7 +65,7 @@ def test_the_same_bits_as_on_one_gpu(machine: Machine, peer_access: str, counts:
     with machine.daemon(common) as daemon, opened(daemon, machine, None) as (engine, _):
         wanted = logits(engine), text(engine)
     for uuid in machine.uuids:
-        common += f'[[device]]\nuuid = "{uuid}"\ncap_bytes = {4 * machine.slab_bytes}\n'
+        common += f'[[device]]\nuuid = "{uuid}"\ncap_bytes = {3 * machine.slab_bytes}\n'
     with machine.daemon(common) as daemon:
         with opened(daemon, machine, Split(counts, machine.uuids[1::-1])) as (engine, lines):
             assert len(engine.attached.stages) == 2
