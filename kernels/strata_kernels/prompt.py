@@ -22,6 +22,9 @@ ROUTER_COLUMNS = 128
 GROUP_THREADS = 256
 """``prompt_route.cu``."""
 
+CARRY_THREADS = 256
+"""``crossing.cu``; its ``combine_part`` has `ROW_THREADS`."""
+
 _ROUTER_SPLITS_MAX = 8
 
 

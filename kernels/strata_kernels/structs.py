@@ -62,6 +62,23 @@ class Heat(ctypes.Structure):
     _fields_ = (("counts", ctypes.c_uint64), ("shared", ctypes.c_uint64))
 
 
+class Sums(ctypes.Structure):
+    """``mixture.cuh``: what other devices have summed up; n float32 vectors, `stride` values apart."""
+
+    _fields_ = (("values", ctypes.c_uint64), ("stride", ctypes.c_int64), ("n", ctypes.c_int32))
+
+
+class Piece(ctypes.Structure):
+    """``crossing.cu``: what ``carry`` copies, `n` times 16 bytes, aligned to 16."""
+
+    _fields_ = (("source", ctypes.c_uint64), ("target", ctypes.c_uint64), ("n", ctypes.c_int64))
+
+    @classmethod
+    def of(cls, source: int, target: int, size_bytes: int) -> "Piece":
+        """So many bytes, rounded up to 16."""
+        return cls(source, target, -(-size_bytes // 16))
+
+
 class Step(ctypes.Structure):
     """``step.cuh``: in device memory, one a sequence."""
 

@@ -17,20 +17,10 @@
 // same kernels for matrices that do not suit it, and needs none.
 // Accumulation: float32 over a row; integers are summed exactly within a run of a block.
 #include "activation.cuh"
-#include "heat.cuh"
+#include "mixture.cuh"
 #include "rope.cuh"
 #include "rows.cuh"
-#include "routing.cuh"
 #include "step.cuh"
-
-// Registers: so few that blocks of the next kernel find room beside these; in place, enough to have loads in flight.
-#ifdef STRATA_IN_PLACE
-#define ROWS_BOUNDS __launch_bounds__(256, 2)
-#define GATE_UP_BOUNDS __launch_bounds__(256, 2)
-#else
-#define ROWS_BOUNDS __launch_bounds__(256, 4)
-#define GATE_UP_BOUNDS __launch_bounds__(1024, 1)
-#endif
 
 namespace strata {
 
@@ -47,16 +37,6 @@ __device__ __forceinline__ void store_group(const Activation& out, int group, co
     values[i] = weights == nullptr ? v : v * weights[i];
   }
   out.store(group, values, square);
-}
-
-__device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
-
-// The group of an activation that a block's 16 results are, from shared memory; for its first warp. `square` is that of
-// lane % 16, to be summed up.
-__device__ __forceinline__ void store_results(const Activation& out, int group, float value, float square) {
-#pragma unroll
-  for (int offset = 8; offset > 0; offset /= 2) square += __shfl_xor_sync(0xFFFFFFFFu, square, offset);
-  out.store_lane(group, value, square);
 }
 
 }  // namespace strata
@@ -191,80 +171,12 @@ extern "C" __global__ void __launch_bounds__(128) route(Activation a, Matrix m, 
 }
 
 // out = the activation of silu(rms * W_gate a) * (rms * W_up a), for each chosen expert [top_k, d_expert].
-// `addresses` uint64 [n_experts][3]: gate, up and down of the layer's experts.
-// Launch: (d_expert / rows, top_k) blocks of 16 threads for each of their rows, 16 to 64, or 16 in place. So few blocks as there are
-// multiprocessors are shared among them evenly, whatever runs there when they come.
+// Launch: as `multiply_gate_up` says.
 extern "C" __global__ void GATE_UP_BOUNDS
     gate_up(Activation a, const float* scores, const uint64_t* addresses, Activation out, Heat heat, int n_experts,
             int top_k, int gate_type, int up_type, int n, int d_expert, float eps) {
   DYNAMIC_SHARED(shared);
-  __shared__ Routing routing;
-  __shared__ __align__(8) float products[2][64];
-  __shared__ const uint8_t* blocks[2];
-  constexpr int MINE = EXPERTS_MAX / 256;  // experts whose addresses a thread keeps until one is chosen
-  uint64_t gates[MINE], ups[MINE];
-#pragma unroll
-  for (int i = 0; i < MINE; ++i) {
-    const int expert = threadIdx.x + 256 * i;
-    if (threadIdx.x < 256 && expert < n_experts) {
-      gates[i] = addresses[3 * expert];
-      ups[i] = addresses[3 * expert + 1];
-    }
-  }
-  // The activation is two kernels old: nothing to wait for.
-  Stage stage{shared};
-  const Activation near = ask_activation(stage, a, n);
-  commit_copies();
-  const float rms = inverse_rms(a, n, eps);
-  const int64_t gate_stride = row_bytes(gate_type, n), up_stride = row_bytes(up_type, n);
-  const int n_rows = blockDim.x / 16, first = n_rows * blockIdx.x;
-  wait_for_copies<0>();  // whoever passes one of the barriers in `choose` has all of it
-  wait_for_previous();
-  let_next_start();
-  routing.choose(scores, n_experts, top_k);
-  const int expert = routing.experts[blockIdx.y];
-#pragma unroll
-  for (int i = 0; i < MINE; ++i) {
-    if (threadIdx.x < 256 && threadIdx.x + 256 * i == expert) {
-      blocks[0] = reinterpret_cast<const uint8_t*>(gates[i]);
-      blocks[1] = reinterpret_cast<const uint8_t*>(ups[i]);
-    }
-  }
-  __syncthreads();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = PAIR * warp;
-  stage.place += warp * (room_of(PAIR * gate_stride) + room_of(PAIR * up_stride));
-  const uint8_t* rows[2];
-  rows[0] = stage.ask(blocks[0] + (first + mine) * gate_stride, PAIR * gate_stride);
-  commit_copies();
-  rows[1] = stage.ask(blocks[1] + (first + mine) * up_stride, PAIR * up_stride);
-  commit_copies();
-  if (blockIdx.x == 0 && threadIdx.x == 0 && heat.counts != nullptr) {
-    const uint64_t count = heat.counts[expert] + 1;
-    heat.counts[expert] = count;
-    heat.shared[expert] = count;
-  }
-#pragma unroll
-  for (int matrix = 0; matrix < 2; ++matrix) {
-    if (matrix == 0) {
-      wait_for_rows<1>();
-    } else {
-      wait_for_rows<0>();
-    }
-    with_type(matrix == 0 ? gate_type : up_type, [&](auto format) {
-      using F = decltype(format);
-      const int64_t stride = row_bytes<F>(n);
-      float sums[PAIR] = {0.0f, 0.0f};
-      multiply<F>(rows[matrix], stride, n, lane, near, sums);
-      const float2 found = make_float2(rms * warp_sum(sums[0]), rms * warp_sum(sums[1]));
-      if (lane == 0) *reinterpret_cast<float2*>(products[matrix] + mine) = found;
-    });
-  }
-  __syncthreads();
-  // A warp for each group of 16 results.
-  const int at = ACTIVATION_GROUP * warp + lane % ACTIVATION_GROUP;
-  if (ACTIVATION_GROUP * warp >= n_rows) return;
-  const float result = silu(products[0][at]) * products[1][at];
-  store_results(out, (blockIdx.y * d_expert + first) / ACTIVATION_GROUP + warp, result, result * result);
+  multiply_gate_up<true>(shared, a, scores, addresses, out, heat, n_experts, top_k, gate_type, up_type, n, d_expert, eps);
 }
 
 // x float32 [d_model] += sum over the ranks of weight * (W_down a[rank]); out = the activation of x * weight.
@@ -273,68 +185,7 @@ extern "C" __global__ void ROWS_BOUNDS
     down(Activation a, const float* scores, const uint64_t* addresses, float* x, const float* weight, Activation out,
          int n_experts, int top_k, int type, int d_expert) {
   DYNAMIC_SHARED(shared);
-  __shared__ Routing routing;
-  __shared__ const uint8_t* experts[TOP_K_MAX];
-  __shared__ __align__(8) float results[ACTIVATION_GROUP];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = ACTIVATION_GROUP * blockIdx.x, mine = PAIR * warp;
-  const float norm = weight[first + lane % ACTIVATION_GROUP];
-  routing.choose(scores, n_experts, top_k);  // two kernels old: nothing to wait for
-  if (threadIdx.x < top_k) {
-    experts[threadIdx.x] = reinterpret_cast<const uint8_t*>(addresses[3 * routing.experts[threadIdx.x] + 2]);
-  }
-  __syncthreads();
-  with_type(type, [&](auto format) {
-    using F = decltype(format);
-    // The ranks in two halves, so that the first is multiplied while the second arrives.
-    const int64_t stride = row_bytes<F>(d_expert);
-    const int row_groups = d_expert / F::VALUES, half = (top_k + 1) / 2;
-    const float inverse = 1.0f / static_cast<float>(row_groups);
-    const uint32_t room = room_of(PAIR * stride);
-    Stage stage{shared + warp * top_k * room};
-    for (int rank = 0; rank < top_k; ++rank) {
-      stage.ask(experts[rank] + (first + mine) * stride, PAIR * stride);
-      if (rank == half - 1) commit_copies();
-    }
-    commit_copies();
-    wait_for_previous();
-    let_next_start();
-    const float2 before = *reinterpret_cast<const float2*>(x + first + mine);
-    float sums[PAIR] = {0.0f, 0.0f};
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      if (part == 0) {
-        wait_for_rows<1>();
-      } else {
-        wait_for_rows<0>();
-      }
-      const int end = (part == 0 ? half : top_k) * row_groups;
-#pragma unroll 1
-      for (int at = part * half * row_groups + lane; at < end; at += 32) {
-        const int rank = static_cast<int>((static_cast<float>(at) + 0.5f) * inverse), group = at - rank * row_groups;
-        const int in_block = group % F::GROUPS, block = group / F::GROUPS;
-        const ActivationPart<F> values(a, rank * d_expert + block * F::BLOCK_VALUES + F::first(in_block));
-#ifdef STRATA_IN_PLACE
-        const uint8_t* row = experts[rank] + (first + mine) * stride + block * F::BLOCK_BYTES;
-#else  // experts are aligned to 16
-        const uint8_t* row = shared + (warp * top_k + rank) * room + (first + mine) * stride % 16 + block * F::BLOCK_BYTES;
-#endif
-        const float weight_of_rank = routing.weights[rank];
-#pragma unroll
-        for (int r = 0; r < PAIR; ++r) {
-          sums[r] += weight_of_rank * dot<F>(F::load(row + r * stride, in_block), in_block, F::grid(), values);
-        }
-      }
-    }
-    const float2 after = make_float2(before.x + warp_sum(sums[0]), before.y + warp_sum(sums[1]));
-    if (lane == 0) {
-      *reinterpret_cast<float2*>(results + mine) = after;
-      *reinterpret_cast<float2*>(x + first + mine) = after;
-    }
-  });
-  __syncthreads();
-  if (mine != 0) return;
-  const float result = results[lane % ACTIVATION_GROUP];
-  store_results(out, blockIdx.x, result * norm, result * result);
+  multiply_down<true>(shared, a, scores, addresses, x, weight, out, {}, n_experts, top_k, type, d_expert);
 }
 
 // logits float32 [m.rows] = rms * (W a).

@@ -10,6 +10,13 @@
 #include "intrinsics.cuh"
 #include "types.cuh"
 
+// Registers: so few that blocks of the next kernel find room beside these; in place, enough to have loads in flight.
+#ifdef STRATA_IN_PLACE
+#define ROWS_BOUNDS __launch_bounds__(256, 2)
+#else
+#define ROWS_BOUNDS __launch_bounds__(256, 4)
+#endif
+
 namespace strata {
 
 // The sum over a warp, the same bits in every lane.
@@ -108,6 +115,14 @@ __device__ __forceinline__ void multiply(const uint8_t* row, int64_t stride, int
       sums[r] += dot<F>(F::load(block + r * stride, in_block), in_block, F::grid(), part);
     }
   }
+}
+
+// The group of an activation that a block's 16 results are, from shared memory; for its first warp. `square` is that of
+// lane % 16, to be summed up.
+__device__ __forceinline__ void store_results(const Activation& out, int group, float value, float square) {
+#pragma unroll
+  for (int offset = 8; offset > 0; offset /= 2) square += __shfl_xor_sync(0xFFFFFFFFu, square, offset);
+  out.store_lane(group, value, square);
 }
 
 }  // namespace strata
