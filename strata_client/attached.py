@@ -30,11 +30,11 @@ GPU_KV_TYPES = ("f16", "bf16", "q8_0")
 """What one may hold on a GPU, the default first."""
 
 
-def load_decoder(device_uuid: str, kv_type: str, types: Sequence[str]) -> Any:
-    """A GPU with the kernels that `strata_client.gpu.engine` needs."""
+def load_decoder(device_uuid: str, kv_type: str, types: Sequence[str], owners: Sequence[str]) -> Any:
+    """A GPU with the kernels that `strata_client.gpu.engine` needs, and owners with theirs."""
     from strata_client.gpu.engine import load  # loads CUDA, which clients on the host do without
 
-    return load(device_uuid, kv_type, types)
+    return load(device_uuid, kv_type, types, owners)
 
 
 class Stage(NamedTuple):
@@ -63,7 +63,7 @@ class Attached:
         stages: what it is computed in, in the order of its layers.
         context: most cells of a sequence.
         kv_type: what a K/V cell holds.
-        peers: devices that hold experts for the computing one, which reads them where they are.
+        peers: devices that hold experts for the computing one.
         signals: learns when a step runs.
     """
 
@@ -244,7 +244,7 @@ def attach(
     progress: Callable[[int, int], None],
     peer_devices: Sequence[str] = (),
     split: Split | None = None,
-    load: Callable[[str, str, Sequence[str]], Any] = load_decoder,
+    load: Callable[[str, str, Sequence[str], Sequence[str]], Any] = load_decoder,
 ) -> Iterator[Attached]:
     """Opens a model at the daemon in one of `directories`, or at a private one, and gives everything back at the end.
 
@@ -261,8 +261,8 @@ def attach(
         progress: called with bytes filled and bytes to fill.
         peer_devices: what a user calls those that shall hold experts which the device has no room for.
         split: over which devices the layers shall be split, instead of `device` and `peer_devices`.
-        load: loads a GPU's kernels, by its UUID, the type of K/V cells and those of tensors, in a thread of its own
-            while the model is opened and mapped.
+        load: loads a GPU's kernels, by its UUID, the type of K/V cells and those of tensors, and its owners', by their
+            UUIDs, in a thread of its own while the model is opened and mapped.
 
     Errors: any `VmmError`.
     """
@@ -290,7 +290,8 @@ def attach(
         if split is None:
             chosen = choose_device(devices, device)
             peers = choose_peers(devices, chosen, peer_devices)
-            parts = [_Part(name, model, chosen, [chosen.uuid, *(peer.device.uuid for peer in peers)])]
+            owners = [peer.device.uuid for peer in peers if peer.is_owner]
+            parts = [_Part(name, model, chosen, [chosen.uuid, *(peer.device.uuid for peer in peers)], owners)]
         else:
             peers = []
             cell = cell._replace(type=choose_kv_type(kv_type, devices[0].uuid))
@@ -303,6 +304,7 @@ def attach(
                     model.stage(plan.layers),
                     plan.device,
                     [plan.device.uuid],
+                    [],
                 )
                 for plan in plans
             ]
@@ -335,22 +337,27 @@ def attach(
 
 
 class _Part(NamedTuple):
-    """A stage before it is opened: the name that `vmmctl` shows, and the devices that its experts may be on."""
+    """A stage before it is opened: the name that `vmmctl` shows, the devices that its experts may be on, and owners."""
 
     name: str
     model: Qwen3Moe
     device: wire.Device
     device_uuids: Sequence[str]
+    owners: Sequence[str]
 
     @property
     def shape(self) -> Shape:
         params = self.model.params
         return Shape(params.n_layers, params.n_experts, self.model.weight_extents(), self.model.expert_bytes)
 
-    def begin_kernels(self, load: Callable[[str, str, Sequence[str]], Any], kv_type: str) -> Begun[Any] | None:
+    def begin_kernels(
+        self, load: Callable[[str, str, Sequence[str], Sequence[str]], Any], kv_type: str
+    ) -> Begun[Any] | None:
         """Loads what a GPU needs from here on."""
         uuid = self.device.uuid
-        return Begun("kernels", lambda: load(uuid, kv_type, self.model.type_names())) if is_gpu(uuid) else None
+        if not is_gpu(uuid):
+            return None
+        return Begun("kernels", lambda: load(uuid, kv_type, self.model.type_names(), self.owners))
 
     def open(self, session: Session, fds: Sequence[int], progress: Callable[[int, int], None]) -> OpenedModel:
         """Opens it at the daemon. Errors: any `VmmError`."""
@@ -362,7 +369,7 @@ class _Part(NamedTuple):
             n_experts=params.n_experts,
             top_k=params.top_k,
         )
-        return session.open_model(begin, fds, self.model.stacks(), self.shape, progress)
+        return session.open_model(begin, fds, self.model.stacks(), self.shape, progress, self.owners)
 
 
 def choose_kv_type(asked: str | None, device_uuid: str) -> str:

@@ -255,11 +255,11 @@ class Batch:
             self._join(self._stalled.pop(0))
 
 
-def load_batch(device_uuid: str, kv_type: str, types: Sequence[str]) -> Any:
+def load_batch(device_uuid: str, kv_type: str, types: Sequence[str], owners: Sequence[str]) -> Any:
     """A GPU with the kernels that a batch needs: `load` of `strata_client.attached.attach`."""
     from strata_client.gpu.batch import load  # loads CUDA, which clients on the host do without
 
-    return load(device_uuid, kv_type, types)
+    return load(device_uuid, kv_type, types, owners)
 
 
 @contextmanager

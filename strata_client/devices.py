@@ -18,10 +18,15 @@ VISIBLE_SIMULATED = "STRATA_VISIBLE_DEVICES"
 
 
 class Peer(NamedTuple):
-    """A device whose slots kernels of another read where they are, and its number in the daemon's list."""
+    """A device that holds experts for another, and its number in the daemon's list.
+
+    Attributes:
+        is_owner: there is no path to it, so it computes the experts that it owns. Else they are read in place.
+    """
 
     number: int
     device: wire.Device
+    is_owner: bool
 
 
 def is_gpu(device_uuid: str) -> bool:
@@ -85,12 +90,7 @@ def choose_peers(devices: Sequence[wire.Device], computing: wire.Device, wanted:
         if device.uuid == computing.uuid or any(peer.number == index for peer in peers):
             what = "computes already" if device.uuid == computing.uuid else "was named before"
             raise InvalidRequest(f"{option}: {device.uuid} {what}; name each device once")
-        if computing.uuid not in device.reached_by_uuids:
-            raise NoDevice(
-                f"{option}: {computing.uuid} cannot read the memory of {device.uuid} where it is: there is no path"
-                ' between them, or the daemon has peer_access = "never"; choose another device, or none'
-            )
-        peers.append(Peer(index, device))
+        peers.append(Peer(index, device, computing.uuid not in device.reached_by_uuids))
     return peers
 
 

@@ -408,7 +408,11 @@ def _stages(run: RunOptions, attached: "Attached") -> dict[str, Any]:
     if not run.stats:
         return {}
     peers = [
-        {"device": peer.device.uuid, "read": "in place", "experts": attached.experts_on(peer)}
+        {
+            "device": peer.device.uuid,
+            "read": "by itself" if peer.is_owner else "in place",
+            "experts": attached.experts_on(peer),
+        }
         for peer in attached.peers
     ]
     return {"stages": timings.as_objects(timings.stages(), time.monotonic() - seconds_since_start()), "peers": peers}
@@ -421,7 +425,8 @@ def _say_stages(run: RunOptions, attached: "Attached") -> None:
         for line in timings.as_lines(timings.stages(), time.monotonic() - seconds_since_start()):
             say(line)
         for peer in attached.peers:
-            say(f"strata: {peer.device.uuid} is read in place and holds {attached.experts_on(peer)} experts")
+            how = "computes by itself" if peer.is_owner else "is read in place"
+            say(f"strata: {peer.device.uuid} {how} and holds {attached.experts_on(peer)} experts")
 
 
 def _one_sequence(conversation: str | None = None) -> Callable[["Attached"], AbstractContextManager["Engine"]]:

@@ -39,14 +39,16 @@ class MappedRange:
     Attributes:
         range_id: the daemon's number of it.
         slab_bytes: size of its slabs.
+        reader_uuid: the device whose kernels read it: the computing one, or its owner where there is no path between.
         mapped: indexes of the slabs that are mapped.
         changes: how often that has changed.
         lock: held while what was granted is fetched and mapped, and from unmapping to having given back.
     """
 
-    def __init__(self, mapper: Mapper, range_: wire.Range, *, writable: bool) -> None:
+    def __init__(self, mapper: Mapper, range_: wire.Range, *, writable: bool, reader_uuid: str | None = None) -> None:
         self.range_id = range_.range_id
         self.device_uuid = range_.device_uuid
+        self.reader_uuid = range_.device_uuid if reader_uuid is None else reader_uuid
         self.slab_bytes = range_.slab_bytes
         self.slabs_max = range_.slabs_max
         self.mapped: set[int] = set()
@@ -311,6 +313,7 @@ class ClientMemory:
 
     Attributes:
         arena: the arena's range on each device.
+        owners: the arena's parts on devices that the computing one has no path to, which compute the experts there.
         homes: the range of the experts' homes, mapped when the first is looked for in vain, or earlier.
         map_homes: maps them, or waits until they are mapped; nothing afterwards.
         entries: the residency table's entries, uint64 `[n_layers * n_experts]`.
@@ -338,6 +341,7 @@ class ClientMemory:
             raise StaleGeneration("the daemon's residency table is not this model's: restart the daemon")
         self._shape = shape
         self.arena = arena
+        self.owners = tuple(part for part, range_ in enumerate(arena) if range_.reader_uuid != weights.reader_uuid)
         self.homes = homes
         self.map_homes = map_homes
         self.entries = table[pages.HEADER_WORDS : pages.HEADER_WORDS + n]

@@ -8,7 +8,7 @@ usable, only growing fails from then on.
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -181,6 +181,7 @@ class Session:
         stacks: Sequence[ExpertStack],
         shape: Shape,
         progress: Callable[[int, int], None] = lambda filled_bytes, total_bytes: None,
+        owners: Collection[str] = (),
     ) -> OpenedModel:
         """Opens a model: blocks until every expert has a place, and maps all of it but the homes.
 
@@ -190,6 +191,7 @@ class Session:
             stacks: where its experts lie.
             shape: its weights and sizes.
             progress: called with bytes filled and bytes to fill.
+            owners: UUIDs of devices whose slots the computing device has no path to; they alone read them.
 
         Errors: any `VmmError`.
         """
@@ -201,13 +203,18 @@ class Session:
         self._broker.check_epoch(opened.epoch)
         self._models.append(opened.model_id)
         ranges = [opened.weights, opened.homes, *opened.arena]
+        computing = opened.weights.device_uuid
+        readers = [range_.device_uuid if range_.device_uuid in owners else computing for range_ in ranges]
         # all mappers before the first range: only a GPU whose context exists by then can read another's slabs
         mappers = [
-            mapper_of(range_.device_uuid, opened.weights.device_uuid) if range_.slabs_max else HostMapper()
-            for range_ in ranges
+            mapper_of(range_.device_uuid, reader, alone=range_.device_uuid in owners)
+            if range_.slabs_max
+            else HostMapper()
+            for range_, reader in zip(ranges, readers, strict=True)
         ]
         weights, homes, *arena = (
-            MappedRange(mapper, range_, writable=False) for mapper, range_ in zip(mappers, ranges, strict=True)
+            MappedRange(mapper, range_, writable=False, reader_uuid=reader)
+            for mapper, range_, reader in zip(mappers, ranges, readers, strict=True)
         )
         n_experts = shape.n_layers * shape.n_experts
         batch = Batch([weights, *arena], n_experts)
@@ -500,16 +507,20 @@ class Session:
             time.sleep(_BETWEEN_STEPS_S)  # a GPU's steps end by themselves
 
 
-def mapper_of(device_uuid: str, computing_uuid: str) -> Mapper:
-    """What maps slabs of a device for one that computes: numpy arrays for the host, addresses for a GPU.
+def mapper_of(device_uuid: str, reader_uuid: str, *, alone: bool = False) -> Mapper:
+    """What maps slabs of a device for one that reads them: numpy arrays for the host, addresses for a GPU.
+
+    Other GPUs of this process are let in, too, as far as they have a path; not those of a device that reads `alone`.
 
     Errors: `NoDevice`, `NotFound`, `DriverError` where this process cannot use the GPU.
     """
-    if not is_gpu(computing_uuid):
+    if not is_gpu(reader_uuid):
         return HostMapper()
     from vmmd.driver.cuda_mapper import CudaMapper  # loads CUDA, which clients on the host do without
 
-    return CudaMapper(device_uuid) if is_gpu(device_uuid) else CudaMapper(computing_uuid, host=True)
+    if not is_gpu(device_uuid):
+        return CudaMapper(reader_uuid, host=True)
+    return CudaMapper(device_uuid, peer_access="never" if alone else "auto")
 
 
 def _geometry(begin: wire.Begin, stacks: Sequence[ExpertStack], shape: Shape) -> Iterator[wire.OpenModelRequest]:

@@ -1,4 +1,4 @@
-"""Where kernels read each expert's matrices: the residency table as addresses.
+"""Where kernels read each expert's matrices: the residency table as addresses, a table for each device that computes.
 
 Kept between steps from what has changed: the daemon's entries, and the slabs that
 this process has mapped. A step's table is filled after the step was published, so
@@ -25,7 +25,10 @@ class AddressTable:
     """Addresses of all experts' matrices. For the thread that publishes steps.
 
     Attributes:
-        words: uint64 `[n_layers, n_experts, 3]`: gate, up and down, as kernels read them.
+        words: uint64 `[n_layers, n_experts, 3]`: gate, up and down, as the computing device's kernels read them; 0
+            where an owner computes the expert.
+        of_owners: the same for each of `ClientMemory.owners`; 0 where another device computes it.
+        computed_by: int8 `[n_layers, n_experts]`: 0 the computing device, else 1 + the number of the owner.
         in_host: bool `[n_layers, n_experts]`: the expert is read from host slabs.
     """
 
@@ -33,6 +36,8 @@ class AddressTable:
         """Takes the mapped model and its experts' sizes, int64 `[n_layers, n_experts, 3]`."""
         shape = expert_bytes.shape[:2]
         self.words: U64 = np.zeros((*shape, 3), np.uint64)
+        self.of_owners: list[U64] = [np.zeros_like(self.words) for _ in memory.owners]
+        self.computed_by = np.zeros(shape, np.int8)
         self.in_host = np.zeros(shape, np.bool_)
         self._memory = memory
         self._entries: U64 = np.zeros(shape[0] * shape[1], np.uint64)
@@ -67,14 +72,21 @@ class AddressTable:
             layer, expert = divmod(int(where[missing][np.argmin(homes)]), self.words.shape[1])
             raise VmmError(f"expert {expert} of layer {layer} is in no slab that this process has mapped")
         bases[missing] = homes
-        self.words.reshape(-1, 3)[where] = bases[:, None] + self._offsets[where]
-        tiers = entries[where] >> (_DEVICE_BITS + _SLAB_BITS + _SLOT_BITS)
-        self.in_host.reshape(-1)[where] = missing | (tiers == pages.TIER_HOST)
+        tiers, devices, _, _ = _unpack(entries[where])
+        in_host = missing | (tiers == pages.TIER_HOST)
+        computed_by = np.zeros(len(where), np.int8)
+        for owner, part in enumerate(memory.owners, 1):
+            computed_by[~in_host & (devices == part)] = owner
+        addresses = bases[:, None] + self._offsets[where]
+        for computing, words in enumerate((self.words, *self.of_owners)):
+            words.reshape(-1, 3)[where] = np.where(computed_by[:, None] == computing, addresses, np.uint64(0))
+        self.computed_by.reshape(-1)[where] = computed_by
+        self.in_host.reshape(-1)[where] = in_host
         self._entries, self._changes = entries, changes
         return True
 
-    def check(self, words: U64) -> None:
-        """Compares what was read back from the device, uint64 `[n_layers, n_experts, 3]`, with the residency table.
+    def check(self, words: U64, of_owners: Sequence[U64] = ()) -> None:
+        """Compares what was read back from the devices, as `words` and `of_owners`, with the residency table.
 
         With the entries of the last `refresh`, that is, one by one, by the way that the host reads experts: for
         debugging, as it takes some 10 us an expert. Nothing but the order of its words relies on `refresh`.
@@ -82,28 +94,31 @@ class AddressTable:
         Errors: `VmmError`, with layer, expert and matrix of the first wrong pointer.
         """
         memory = self._memory
-        for at, (entry, found) in enumerate(zip(self._entries.tolist(), words.reshape(-1, 3).tolist(), strict=True)):
+        tables = [table.reshape(-1, 3).tolist() for table in (words, *of_owners)]
+        for at, entry in enumerate(self._entries.tolist()):
             layer, expert = divmod(at, self.words.shape[1])
             place = memory.find(entry, layer, expert) or memory.home(layer, expert)
             if place is None:
                 raise VmmError(f"expert {expert} of layer {layer} is in no slab that this process has mapped")
             base, end = place.range_.address, place.range_.slab_bytes * (place.slab + 1)
-            for matrix, offset, size, address in zip(
-                MATRICES, place.offsets_bytes, place.sizes_bytes, found, strict=True
-            ):
-                if address != base + offset or offset + size > end:
-                    raise VmmError(
-                        f"the address table is wrong: layer {layer}, expert {expert}, {matrix}: the device has"
-                        f" {address:#x}, entry {entry:#x} means {base + offset:#x}, {size} bytes of slab {place.slab}"
-                        f" of range {place.range_.range_id}; please report it"
-                    )
+            owned = [memory.arena[part] for part in memory.owners]
+            computed_by = owned.index(place.range_) + 1 if place.range_ in owned else 0
+            for computing, table in enumerate(tables):
+                for matrix, offset, size, address in zip(
+                    MATRICES, place.offsets_bytes, place.sizes_bytes, table[at], strict=True
+                ):
+                    expected = base + offset if computing == computed_by else 0
+                    if address != expected or offset + size > end:
+                        who = f"owner {computing}" if computing else "the device"
+                        raise VmmError(
+                            f"the address table is wrong: layer {layer}, expert {expert}, {matrix}: {who} has"
+                            f" {address:#x}, entry {entry:#x} means {expected:#x}, {size} bytes of slab {place.slab} of"
+                            f" range {place.range_.range_id}; please report it"
+                        )
 
     def _find(self, words: U64, where: npt.NDArray[np.intp]) -> U64:
         """Where the slots begin that entries name; 0 for what is not mapped here."""
-        tiers = words >> (_DEVICE_BITS + _SLAB_BITS + _SLOT_BITS)
-        devices = words >> (_SLAB_BITS + _SLOT_BITS) & np.uint64((1 << int(_DEVICE_BITS)) - 1)
-        slabs = (words >> _SLOT_BITS & np.uint64((1 << int(_SLAB_BITS)) - 1)).astype(np.int64)
-        slots = words & np.uint64((1 << int(_SLOT_BITS)) - 1)
+        tiers, devices, slabs, slots = _unpack(words)
         bases: U64 = np.zeros(len(words), np.uint64)
         ranges: Sequence[tuple[int, int, MappedRange]] = [
             (pages.TIER_HOST, 0, self._memory.homes),
@@ -119,3 +134,11 @@ class AddressTable:
             begin = slabs[chosen].astype(np.uint64) * np.uint64(range_.slab_bytes) + np.uint64(range_.address)
             bases[chosen] = begin + slots[chosen] * self._slot_bytes[where[chosen]]
         return bases
+
+
+def _unpack(words: U64) -> tuple[U64, U64, I64, U64]:
+    """Tier, device, slab and slot of entries."""
+    tiers = words >> (_DEVICE_BITS + _SLAB_BITS + _SLOT_BITS)
+    devices = words >> (_SLAB_BITS + _SLOT_BITS) & np.uint64((1 << int(_DEVICE_BITS)) - 1)
+    slabs = (words >> _SLOT_BITS & np.uint64((1 << int(_SLAB_BITS)) - 1)).astype(np.int64)
+    return tiers, devices, slabs, words & np.uint64((1 << int(_SLOT_BITS)) - 1)

@@ -24,18 +24,26 @@ from strata_client.gpu import batch_decoder, steps
 from strata_client.gpu import engine as one_sequence
 from strata_client.gpu.batch_decoder import BatchDecoder
 from strata_client.gpu.decoder import Buffers
-from strata_client.gpu.device import Device
 from strata_client.gpu.engine import NOT_FINITE
 from strata_client.gpu.prompt import STAGING_BYTES, Prompt
-from strata_client.gpu.stage import KV_TYPES
+from strata_client.gpu.stage import KV_TYPES, Loaded
 from strata_client.gpu.steps import GpuSteps
 from strata_client.gpu.streaming import ExpertStream
 from strata_client.models.base import U8, ModelError
+from vmmd.errors import InvalidRequest
 
 
-def load(device_uuid: str, kv_type: str, types: Sequence[str]) -> tuple[Device, Kernels]:
-    """A GPU, and on it the kernels of a batch: as `strata_client.gpu.engine.load`."""
-    return one_sequence.load(device_uuid, kv_type, types, (*batch_decoder.SOURCES, f"attend_rows_{kv_type}"))
+def load(device_uuid: str, kv_type: str, types: Sequence[str], owners: Sequence[str]) -> Loaded:
+    """A GPU, and on it the kernels of a batch: as `strata_client.gpu.engine.load`.
+
+    Errors: `InvalidRequest` where it has owners.
+    """
+    if owners:
+        raise InvalidRequest(
+            f"--peer-device: {device_uuid} has no path to {', '.join(owners)}, so they would compute the experts there;"
+            " that is done for one sequence at a time, not for a batch: leave out --batch, or these peers"
+        )
+    return one_sequence.load(device_uuid, kv_type, types, sources=(*batch_decoder.SOURCES, f"attend_rows_{kv_type}"))
 
 
 class GpuBatch:
@@ -51,7 +59,8 @@ class GpuBatch:
         self.attached = attached
         model, memory, params = attached.model, attached.opened.memory, attached.model.params
         with timings.stage("wait for kernels"):
-            device, kernels = attached.kernels.result()
+            loaded: Loaded = attached.kernels.result()
+        device, kernels = loaded.device, loaded.kernels
         device.make_current()
         n_experts = params.n_layers * params.n_experts
         self._device = device

@@ -3,20 +3,23 @@
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from strata_kernels import attention, decode, structs, tensor_type
 from strata_kernels.attention import AttendArguments
 from strata_kernels.launch import DeviceBuffer, Kernels, Launch
-from strata_kernels.structs import Activation, KvCells, Matrix, SampleOptions, Step
+from strata_kernels.structs import Activation, Heat, KvCells, Matrix, SampleOptions, Step
 
 from strata_client.gpu.device import Device
 from strata_client.gpu.launches import capture, launch_graph
 from strata_client.mapping import ClientMemory
 from strata_client.models.base import ModelError
 from strata_client.models.qwen3moe import Qwen3Moe
+
+if TYPE_CHECKING:
+    from strata_client.gpu.owners import Owners
 
 EXPERTS_MAX, TOP_K_MAX = 512, 16
 """`routing.cuh`."""
@@ -60,13 +63,18 @@ class Buffers:
     """Device memory of one allocation, parted by name; each part is aligned to 256 bytes."""
 
     def __init__(self, sizes_bytes: Mapping[str, int]) -> None:
-        self._places: dict[str, int] = {}
-        at = 0
-        for name, size_bytes in sizes_bytes.items():
-            self._places[name] = at
-            at += -(-size_bytes // 256) * 256
-        self._buffer = DeviceBuffer(at)
+        self._places, size_bytes = self.layout(sizes_bytes)
+        self._buffer = DeviceBuffer(size_bytes)
         self._buffer.fill(0)
+
+    @staticmethod
+    def layout(sizes_bytes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+        """Where each part begins, one after the other, and the bytes of all."""
+        places, at = {}, 0
+        for name, size_bytes in sizes_bytes.items():
+            places[name] = at
+            at += -(-size_bytes // 256) * 256
+        return places, at
 
     def __getitem__(self, name: str) -> ctypes.c_uint64:
         return ctypes.c_uint64(self._buffer.address + self._places[name])
@@ -76,8 +84,66 @@ class Buffers:
         self._buffer.close()
 
 
+class RowLaunches:
+    """Prepares launches of kernels that multiply rows of matrices with a token's activation, on one GPU."""
+
+    def __init__(self, device: Device, kernels: Kernels, in_place: Callable[[], Kernels]) -> None:
+        """Takes kernels that copy rows to shared memory, and what makes those for rows that are too long for it."""
+        self._device = device
+        self._kernels = kernels
+        self._make_in_place = in_place
+
+    @cached_property
+    def _in_place(self) -> Kernels:
+        return self._make_in_place()
+
+    def prepare(
+        self, name: str, grid: int | tuple[int, ...], block: int, *args: Any, rows: int = decode.ROWS,
+        matrices: Sequence[int], beside_bytes: int = 0, programmatic: bool = True,
+    ) -> Launch:  # fmt: skip
+        """Of a kernel that takes `rows` rows of each of some matrices, with rows of so many bytes, in a block."""
+        shared_bytes = decode.staged_bytes(matrices, self._device.shared_bytes_max, rows, beside_bytes)
+        kernels = self._kernels if shared_bytes else self._in_place
+        return kernels.prepare(name, grid, block, args, shared_bytes, self._device.stream, programmatic)
+
+    def prepare_gate_up(
+        self, name: str, model: Qwen3Moe, layer: int, h: Activation, scores: ctypes.c_uint64, table: int, g: Activation,
+        heat: Heat, *, programmatic: bool = True,
+    ) -> Launch:  # fmt: skip
+        """Of ``gate_up`` or ``gate_up_part``. `table`: address of the layer's addresses."""
+        params = model.params
+        gate_type, up_type, _ = map(int, model.expert_types(layer))
+        matrices = [size // params.d_expert for size in model.expert_bytes(layer, 0)[:2]]
+        beside_bytes = decode.activation_bytes(params.d_model)
+        rows = decode.gate_up_rows(
+            params.d_expert, params.top_k, self._device.multiprocessors, self._device.shared_bytes_max, matrices,
+            beside_bytes,
+        )  # fmt: skip
+        return self.prepare(
+            name, (params.d_expert // rows, params.top_k), 16 * rows,
+            h, scores, ctypes.c_uint64(table), g, heat, params.n_experts, params.top_k, gate_type, up_type,
+            params.d_model, params.d_expert, ctypes.c_float(params.rms_eps),
+            rows=rows, matrices=matrices, beside_bytes=beside_bytes, programmatic=programmatic,
+        )  # fmt: skip
+
+    def prepare_down(
+        self, name: str, model: Qwen3Moe, layer: int, g: Activation, scores: ctypes.c_uint64, table: int, *args: Any,
+        programmatic: bool = True,
+    ) -> Launch:  # fmt: skip
+        """Of ``down`` or ``down_part``, with what stands between the addresses and the numbers."""
+        params = model.params
+        return self.prepare(
+            name, params.d_model // decode.ROWS, decode.THREADS,
+            g, scores, ctypes.c_uint64(table), *args, params.n_experts, params.top_k,
+            int(model.expert_types(layer)[2]), params.d_expert,
+            matrices=[model.expert_bytes(layer, 0)[2] // params.d_model] * params.top_k, programmatic=programmatic,
+        )  # fmt: skip
+
+
 class Decoder:
     """A model's decode step on one GPU, or a stage of it. A stage begins with what `passed` holds, or ends with it.
+
+    Owners may compute some of the experts.
 
     Attributes:
         buffers: `step`, `options`, `seen`, `table`, `logits`, `x` and what passes between kernels.
@@ -95,6 +161,7 @@ class Decoder:
         retired: int,
         heat: int,
         in_place: Callable[[], Kernels],
+        owners: "Owners | None" = None,
     ) -> None:
         """Prepares the launches.
 
@@ -106,13 +173,15 @@ class Decoder:
             kv: the sequence's cells.
             retired: address of the session page's word, for kernels.
             heat: address of the heat page's decode counts, uint64 `[n_layers, n_experts]`, for kernels.
-            in_place: makes ``decode_in_place.cu``'s kernels, for matrices that need them.
+            in_place: makes the kernels that read rows where they lie, for matrices that need them.
+            owners: compute the experts that the address table has no addresses for; None where it has them all.
 
         Errors: `ModelError`, `DriverError`.
         """
         self._device = device
         self._kernels = kernels
-        self._make_in_place = in_place
+        self._rows = RowLaunches(device, kernels, in_place)
+        self._owners = owners
         self._model = model
         self._weights = Weights(model, memory)
         self._kv = kv
@@ -146,10 +215,6 @@ class Decoder:
         self.launches = list(self._launches())
         self._graph: Any = None
 
-    @cached_property
-    def _in_place(self) -> Kernels:
-        return self._make_in_place()
-
     @property
     def passed(self) -> tuple[int, int]:
         """Address and bytes of what a stage hands to the next, where it lies alike: the residual `x`, and `h`."""
@@ -164,8 +229,8 @@ class Decoder:
         """Enqueues the step that `step` in device memory describes; it was published. Errors: `DriverError`."""
         launch_graph(self._device, self._graph)
 
-    def _launches(self) -> Iterator[tuple[str, Launch]]:
-        """The kernels of a step in their order, by name."""
+    def _launches(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """The kernels of a step in their order, by name; and, between them, what has to do with owners."""
         params, buffers, weights = self._model.params, self.buffers, self._weights
         d_model, d_expert, top_k = params.d_model, params.d_expert, params.top_k
         d_attention, d_kv = params.n_heads * params.head_dim, params.n_kv_heads * params.head_dim
@@ -180,14 +245,8 @@ class Decoder:
             stream = self._device.stream
             return name, self._kernels.prepare(name, grid, block, args, shared_bytes, stream, programmatic=not first)
 
-        def launch_rows(
-            name: str, grid: int | tuple[int, ...], block: int, *args: Any, rows: int = decode.ROWS,
-            matrices: Sequence[int], beside_bytes: int = 0,
-        ) -> Any:  # fmt: skip
-            """Of a kernel that takes `rows` rows of each of some matrices, with rows of so many bytes, in a block."""
-            shared_bytes = decode.staged_bytes(matrices, self._device.shared_bytes_max, rows, beside_bytes)
-            kernels = self._kernels if shared_bytes else self._in_place
-            return name, kernels.prepare(name, grid, block, args, shared_bytes, self._device.stream, programmatic=True)
+        def launch_rows(name: str, *args: Any, **options: Any) -> Any:
+            return name, self._rows.prepare(name, *args, **options)
 
         if self._model.is_first:
             yield launch(
@@ -238,27 +297,7 @@ class Decoder:
                 "route", params.n_experts, decode.ROUTE_THREADS, h, weights.matrix(router), scores, d_model, eps,
                 matrices=[weights.row_bytes(router)], rows=1,
             )  # fmt: skip
-            offset = layer * params.n_experts * 8
-            table = ctypes.c_uint64(buffers["table"].value + 3 * offset)
-            heat = structs.Heat(buffers["heat"].value + offset, self._heat + offset)
-            gate_type, up_type, down_type = map(int, self._model.expert_types(layer))
-            gate_bytes, up_bytes, down_bytes = self._model.expert_bytes(layer, 0)
-            matrices, beside_bytes = [gate_bytes // d_expert, up_bytes // d_expert], decode.activation_bytes(d_model)
-            rows = decode.gate_up_rows(
-                d_expert, top_k, self._device.multiprocessors, self._device.shared_bytes_max, matrices, beside_bytes
-            )
-            yield launch_rows(
-                "gate_up", (d_expert // rows, top_k), 16 * rows,
-                h, scores, table, g, heat, params.n_experts, top_k, gate_type, up_type, d_model, d_expert, eps,
-                rows=rows, matrices=matrices, beside_bytes=beside_bytes,
-            )  # fmt: skip
-            last = layer == params.n_layers - 1
-            norm = "output_norm.weight" if last else f"blk.{layer + 1}.attn_norm.weight"
-            yield launch_rows(
-                "down", d_model // decode.ROWS, decode.THREADS,
-                g, scores, table, x, weights.vector(norm), h, params.n_experts, top_k, down_type, d_expert,
-                matrices=[down_bytes // d_model] * top_k,
-            )  # fmt: skip
+            yield from self._mixture(layer, h, g)
         if not self._model.is_last:
             return
         output = "token_embd.weight" if self._model.tied_output else "output.weight"
@@ -272,3 +311,26 @@ class Decoder:
             buffers["logits"], params.n_tokens, buffers["options"], buffers["seen"], buffers["sample"],
             step, ring, self._retired, structs.ONE_ROW,
         )  # fmt: skip
+
+    def _mixture(self, layer: int, h: Activation, g: Activation) -> Iterator[tuple[str, Callable[[], None]]]:
+        """The routed experts of a layer, those of the owners beside."""
+        params, buffers, owners, model = self._model.params, self.buffers, self._owners, self._model
+        x, scores = buffers["x"], buffers["scores"]
+        offset = layer * params.n_experts * 8
+        table = buffers["table"].value + 3 * offset
+        heat = Heat(buffers["heat"].value + offset, self._heat + offset)
+        last = layer == params.n_layers - 1
+        norm = self._weights.vector("output_norm.weight" if last else f"blk.{layer + 1}.attn_norm.weight")
+        if owners is None:
+            yield "gate_up", self._rows.prepare_gate_up("gate_up", model, layer, h, scores, table, g, heat)
+            yield "down", self._rows.prepare_down("down", model, layer, g, scores, table, x, norm, h)
+            return
+        yield "hand_over", owners.prepare_token(layer, h, scores)
+        yield "gate_up_part", self._rows.prepare_gate_up("gate_up_part", model, layer, h, scores, table, g, heat)
+        yield "join", owners.join
+        yield (
+            "down_part",
+            self._rows.prepare_down(
+                "down_part", model, layer, g, scores, table, x, norm, h, owners.token_sums, programmatic=False
+            ),
+        )

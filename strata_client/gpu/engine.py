@@ -23,14 +23,18 @@ from strata_client.attached import Attached
 from strata_client.engine import Engine
 from strata_client.gpu import steps
 from strata_client.gpu.device import Device
+from strata_client.gpu.owners import LoadedOwner
 from strata_client.gpu.prompt import LOGITS_TOKENS
-from strata_client.gpu.stage import Crossing, GpuStage
+from strata_client.gpu.stage import Crossing, GpuStage, Loaded
 from strata_client.models.base import F32, I32, ModelError
 from strata_client.sampler import SamplerOptions
 from strata_client.sequence import TokenSequence
 from vmmd.driver.cuda_calls import call
 
 _SOURCES = ("decode", "sample", "prompt_matmul", "prompt_route", "prompt_rows", "store_kv")
+_PART_SOURCES = ("decode_part", "crossing")
+"""What a computing device needs besides where it has owners; they need no more than these and ``prompt_matmul``."""
+
 CHUNKS_AHEAD = 2
 """Chunks of a prompt that may wait for a stage."""
 
@@ -38,17 +42,39 @@ NOT_FINITE = (1 << 64) - 1
 """What `ring` has instead of a token."""
 
 
-def load(device_uuid: str, kv_type: str, types: Sequence[str], sources: Sequence[str] = ()) -> tuple[Device, Kernels]:
+def load(
+    device_uuid: str, kv_type: str, types: Sequence[str], owners: Sequence[str] = (), sources: Sequence[str] = ()
+) -> Loaded:
     """A GPU, and on it the kernels for K/V cells of a type, a key of `KV_TYPES`, and tensors of some types.
 
-    `sources`: names of further files with kernels.
+    Args:
+        device_uuid: the GPU.
+        kv_type: a key of `KV_TYPES`.
+        types: of the model's tensors.
+        owners: peers that it has no path to, by UUID.
+        sources: names of further files with kernels.
 
     For any thread. Errors: `NoDevice`, `NotFound`, `DriverError`; as `compile_source` where they are not compiled yet.
     """
+
+    def kernels(*names: str) -> Kernels:
+        return Kernels([SOURCES / f"{name}.cu" for name in names], types)
+
     with timings.stage("context"):
         device = Device(device_uuid)
     with timings.stage("kernels"):
-        return device, Kernels([SOURCES / f"{name}.cu" for name in (*_SOURCES, f"attend_{kv_type}", *sources)], types)
+        part = _PART_SOURCES if owners else ()
+        in_place = ("decode_in_place", "decode_part_in_place") if owners else ("decode_in_place",)
+        made = kernels(*_SOURCES, *part, f"attend_{kv_type}", *sources)
+    loaded = {}
+    for uuid in owners:
+        with timings.stage("context"):
+            owner = Device(uuid)
+        with timings.stage("kernels"):
+            loaded[uuid] = LoadedOwner(
+                owner, kernels(*_PART_SOURCES, "prompt_matmul"), lambda: kernels("decode_part_in_place")
+            )
+    return Loaded(device, made, lambda: kernels(*in_place), loaded)
 
 
 class GpuEngine(Engine):

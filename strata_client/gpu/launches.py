@@ -42,7 +42,7 @@ class SizedLaunches:
                 launch.resize(grid(n))
 
 
-def capture(device: Device, launches: Iterable[Launch]) -> Any:
+def capture(device: Device, launches: Iterable[Callable[[], None]]) -> Any:
     """Launches, as they are now, as one graph for `launch_graph`. Errors: `DriverError`."""
     cu, stream = device.cu, device.stream
     call(cu.cuStreamBeginCapture, stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)

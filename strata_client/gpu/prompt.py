@@ -6,7 +6,7 @@ launch, whose successor turns the last token's row into logits.
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from strata_kernels import prompt as shapes
@@ -30,7 +30,11 @@ from strata_client.gpu.streaming import ExpertStream
 from strata_client.mapping import ClientMemory
 from strata_client.models.base import I32
 from strata_client.models.qwen3moe import Qwen3Moe
+from strata_client.models.qwen3moe_file import Params
 from vmmd.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from strata_client.gpu.owners import Owners
 
 TOKENS_MAX = 512
 """Tokens of a chunk, unless more are asked for."""
@@ -45,8 +49,69 @@ STAGING_BYTES = 128 << 20
 """For experts in host slabs, unless more are asked for."""
 
 
+def routing_bytes(n: int, params: Params) -> dict[str, int]:
+    """Sizes of what says which experts n tokens of a chunk go to."""
+    pairs_bytes, first_tiles_bytes, tiles_bytes = Groups.sizes_bytes(n, params.n_experts, params.top_k)
+    return {
+        "experts": 4 * n * params.top_k,
+        "weights": 4 * n * params.top_k,
+        "pairs": pairs_bytes,
+        "first_tiles": first_tiles_bytes,
+        "tiles": tiles_bytes,
+    }
+
+
+def product_bytes(n: int, params: Params) -> dict[str, int]:
+    """Sizes of what experts make of n tokens: between their matrices, and in the end."""
+    pairs = n * params.top_k
+    return {
+        "hidden": 2 * pairs * params.d_expert,
+        "hidden_scales": 4 * pairs * -(-params.d_expert // shapes.SCALE_WIDTH),
+        "results": 4 * pairs * params.d_model,
+    }
+
+
+class ExpertProducts:
+    """A layer's routed experts on one GPU, launched once for each part of them.
+
+    Reads `halves` and what `routing_bytes` has in the buffers, and writes what `product_bytes` has.
+    """
+
+    def __init__(
+        self, launches: SizedLaunches, kernels: Kernels, model: Qwen3Moe, layer: int, buffers: Buffers
+    ) -> None:
+        self._n = launches.n
+        self._params = params = model.params
+        self._experts = Experts()  # what the next launches compute
+        groups = Groups(*(buffers[name].value for name in ("pairs", "first_tiles", "tiles")))
+        gate_type, up_type, down_type = map(int, model.expert_types(layer))
+        scales = buffers["hidden_scales"]
+        hidden = HalfRows(buffers["hidden"].value, scales.value, params.d_expert, shapes.SCALE_WIDTH)
+        self._gate_up = launches.prepare(
+            kernels, "gate_up_prompt",
+            lambda n: shapes.gate_up_grid(n, params.n_experts, params.top_k, params.d_expert), shapes.TILE_THREADS,
+            HalfRows.unscaled(buffers["halves"].value, params.d_model), groups, self._experts, gate_type, up_type,
+            buffers["hidden"], scales, params.d_expert, params.top_k, shared_bytes=shapes.TILE_SHARED_BYTES,
+        )  # fmt: skip
+        self._down = launches.prepare(
+            kernels, "down_prompt",
+            lambda n: shapes.down_grid(n, params.n_experts, params.top_k, params.d_model), shapes.TILE_THREADS,
+            hidden, groups, self._experts, down_type, buffers["results"], params.d_model,
+            shared_bytes=shapes.TILE_SHARED_BYTES,
+        )  # fmt: skip
+
+    def enqueue(self, part: Experts) -> None:
+        """Enqueues a part of the experts. Errors: `DriverError`."""
+        ctypes.memmove(ctypes.addressof(self._experts), ctypes.addressof(part), ctypes.sizeof(Experts))
+        params, n, n_experts = self._params, self._n.value, part.last - part.first
+        self._gate_up.resize(shapes.gate_up_grid(n, n_experts, params.top_k, params.d_expert))
+        self._down.resize(shapes.down_grid(n, n_experts, params.top_k, params.d_model))
+        self._gate_up()
+        self._down()
+
+
 class Prompt:
-    """A model's prompt processing on one GPU. For the thread that publishes steps.
+    """A model's prompt processing on one GPU, of whose experts owners may compute some. For the thread of the steps.
 
     Attributes:
         tokens_max: the most tokens of a chunk.
@@ -66,6 +131,7 @@ class Prompt:
         heat: int,
         h: Activation,
         stream: ExpertStream,
+        owners: "Owners | None" = None,
         tokens_max: int = TOKENS_MAX,
     ) -> None:
         """Prepares the launches.
@@ -80,6 +146,7 @@ class Prompt:
             heat: address of the heat page's prompt counts, uint64 `[n_layers, n_experts]`, for kernels.
             h: what `head` takes; holds the last token's row after a chunk, in the last stage.
             stream: brings experts that are in host slabs.
+            owners: compute the experts that the address table has no addresses for; None where it has them all.
             tokens_max: the most tokens of a chunk.
 
         Errors: `ModelError`, `DriverError`.
@@ -92,16 +159,16 @@ class Prompt:
         self._table = table
         self._heat = heat
         self._stream = stream
+        self._owners = owners
         self._order_is_there = False
         self._all_logits: list[Launch] | None = None
         self._logits_buffer: DeviceBuffer | None = None
         params = model.params
         d_attention = params.n_heads * params.head_dim
         d_qkv = d_attention + 2 * params.n_kv_heads * params.head_dim
-        n, pairs = tokens_max, tokens_max * params.top_k
-        pairs_bytes, first_tiles_bytes, tiles_bytes = Groups.sizes_bytes(n, params.n_experts, params.top_k)
+        n, products = tokens_max, product_bytes(tokens_max, params)
         # The experts' results come when attention is over.
-        attention_bytes, results_bytes = 4 * n * d_qkv + 2 * (2 * n * d_attention), 4 * pairs * params.d_model
+        products["results"] = max(products["results"], 4 * n * d_qkv + 2 * (2 * n * d_attention))
         self.buffers = Buffers(
             {
                 "tokens": 4 * n,
@@ -109,23 +176,17 @@ class Prompt:
                 "halves": 2 * n * params.d_model,
                 "floats": 4 * n * params.d_model,
                 "scores": 4 * n * params.n_experts * shapes.router_splits(params.d_model),
-                "experts": 4 * pairs,
-                "weights": 4 * pairs,
-                "pairs": pairs_bytes,
-                "first_tiles": first_tiles_bytes,
-                "tiles": tiles_bytes,
+                **routing_bytes(n, params),
                 "order": 4 * params.n_layers * params.n_experts,
                 "heat": 8 * params.n_layers * params.n_experts,
-                "hidden": 2 * pairs * params.d_expert,
-                "hidden_scales": 4 * pairs * -(-params.d_expert // shapes.SCALE_WIDTH),
-                "results": max(results_bytes, attention_bytes),
+                **products,
                 "rope": 4 * n * params.head_dim,
             }
         )
         self._launches = SizedLaunches(device, n)
         self._kernels = kernels
         self._position = ctypes.c_int32(0)
-        self._experts = Experts()  # what the next launch over experts computes
+        self._hand_over = owners.prepare_chunk(self._launches, self.buffers) if owners is not None else None
         buffers, weights = self.buffers, self._weights
         self._embed = self._last = None
         if model.is_first:
@@ -165,7 +226,8 @@ class Prompt:
         if not 0 < n <= self.tokens_max:
             raise InvalidRequest(f"a chunk of {n} tokens; 1 to {self.tokens_max} can be computed at once")
         is_in_place = n <= TOKENS_IN_PLACE
-        if (not is_in_place and self._stream.begin(table)) or not self._order_is_there:
+        needs_order = not is_in_place or self._owners is not None
+        if (needs_order and self._stream.begin(table)) or not self._order_is_there:
             self._device.upload(self.buffers["order"].value, self._stream.order)
             self._order_is_there = True
         self._launches.resize(n)
@@ -205,10 +267,8 @@ class Prompt:
         if self._logits_buffer is not None:
             self._logits_buffer.close()
 
-    def _prepare(
-        self, name: str, grid: Callable[[int], Dimensions], block: int, *args: Any, shared_bytes: int = 0
-    ) -> Launch:
-        return self._launches.prepare(self._kernels, name, grid, block, *args, shared_bytes=shared_bytes)
+    def _prepare(self, name: str, grid: Callable[[int], Dimensions], block: int, *args: Any, **options: Any) -> Launch:
+        return self._launches.prepare(self._kernels, name, grid, block, *args, **options)
 
     def _prepare_tiles(self, name: str, grid: Callable[[int], Dimensions], *args: Any) -> Launch:
         """A launch of matrix products."""
@@ -281,18 +341,14 @@ class Prompt:
     def _prepare_mixture(self, layer: int) -> "_Mixture":
         """The launches of a layer's routed experts."""
         params, buffers, n = self._model.params, self.buffers, self._launches.n
-        d_model, d_expert, n_experts, top_k = params.d_model, params.d_expert, params.n_experts, params.top_k
+        d_model, n_experts, top_k = params.d_model, params.n_experts, params.top_k
         blk = f"blk.{layer}."
         at = layer * n_experts
         groups = Groups(*(buffers[name].value for name in ("pairs", "first_tiles", "tiles")))
         heat = Heat(buffers["heat"].value + 8 * at, self._heat + 8 * at)
         order = ctypes.c_uint64(buffers["order"].value + 4 * at)
-        gate_type, up_type, down_type = map(int, self._model.expert_types(layer))
-        rows = HalfRows.unscaled(buffers["halves"].value, d_model)
-        scales = buffers["hidden_scales"]
-        hidden = HalfRows(buffers["hidden"].value, scales.value, d_expert, shapes.SCALE_WIDTH)
         experts, weights, results = buffers["experts"], buffers["weights"], buffers["results"]
-        prepare, prepare_tiles = self._prepare, self._prepare_tiles
+        prepare, owners = self._prepare, self._owners
         before = [
             self._prepare_norm(blk + "ffn_norm.weight", floats=True),
             prepare(
@@ -308,39 +364,34 @@ class Prompt:
                 experts, order, groups, heat, n, n_experts, top_k,
             ),
         ]  # fmt: skip
-        gate_up = prepare_tiles(
-            "gate_up_prompt", lambda n: shapes.gate_up_grid(n, n_experts, top_k, d_expert),
-            rows, groups, self._experts, gate_type, up_type, buffers["hidden"], scales, d_expert, top_k,
-        )  # fmt: skip
-        down = prepare_tiles(
-            "down_prompt", lambda n: shapes.down_grid(n, n_experts, top_k, d_model),
-            hidden, groups, self._experts, down_type, results, d_model,
-        )  # fmt: skip
-        combine = prepare(
-            "combine_prompt", lambda n: n, shapes.ROW_THREADS, buffers["x"], results, weights, n, d_model, top_k
-        )
-        return _Mixture(before, gate_up, down, combine)
+        if owners is None:
+            combine = prepare(
+                "combine_prompt", lambda n: n, shapes.ROW_THREADS, buffers["x"], results, weights, n, d_model, top_k
+            )
+        else:
+            combine = prepare(
+                "combine_part", lambda n: n, shapes.ROW_THREADS,
+                buffers["x"], results, weights, experts, ctypes.c_uint64(self._table + 3 * 8 * at), owners.chunk_sums,
+                n, d_model, top_k, 1, programmatic=False,
+            )  # fmt: skip
+        return _Mixture(before, ExpertProducts(self._launches, self._kernels, self._model, layer, buffers), combine)
 
     def _enqueue_mixture(self, layer: int, mixture: "_Mixture", is_in_place: bool) -> None:
-        params, n = self._model.params, self._launches.n.value
         for launch in mixture.before:
             launch()
-        addresses = self._table + layer * params.n_experts * 3 * 8
-        everything = [Experts.in_place(addresses, 0, params.n_experts)]
-        for experts in everything if is_in_place else self._stream.parts(layer, addresses):
-            ctypes.memmove(ctypes.addressof(self._experts), ctypes.addressof(experts), ctypes.sizeof(Experts))
-            n_experts = experts.last - experts.first
-            mixture.gate_up.resize(shapes.gate_up_grid(n, n_experts, params.top_k, params.d_expert))
-            mixture.down.resize(shapes.down_grid(n, n_experts, params.top_k, params.d_model))
-            mixture.gate_up()
-            mixture.down()
+        addresses = self._table + layer * self._model.params.n_experts * 3 * 8
+        if self._hand_over is not None:
+            self._hand_over(layer, self._stream)
+        for part in self._stream.parts(layer, addresses, is_in_place=is_in_place):
+            mixture.products.enqueue(part)
+        if self._owners is not None:
+            self._owners.join()
         mixture.combine()
 
 
 class _Mixture(NamedTuple):
-    """The launches of a layer's routed experts; `gate_up` and `down` come once for each part of them."""
+    """The launches of a layer's routed experts; `products` come once for each part of them."""
 
     before: list[Launch]
-    gate_up: Launch
-    down: Launch
+    products: ExpertProducts
     combine: Launch

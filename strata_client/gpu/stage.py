@@ -5,11 +5,11 @@ split model run beside each other: only events order them, which `Crossing` reco
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from strata_kernels import structs
-from strata_kernels.compiler import SOURCES
 from strata_kernels.launch import Kernels
 from strata_kernels.structs import Activation, KvCells, Step
 
@@ -17,6 +17,7 @@ from strata_client import timings
 from strata_client.attached import Stage
 from strata_client.gpu.decoder import Decoder
 from strata_client.gpu.device import Device
+from strata_client.gpu.owners import LoadedOwner, Owners
 from strata_client.gpu.prompt import STAGING_BYTES, Prompt
 from strata_client.gpu.steps import GpuSteps
 from strata_client.gpu.streaming import ExpertStream
@@ -27,6 +28,15 @@ from vmmd.driver.cuda_calls import call
 KV_TYPES = {"f16": structs.KV_F16, "bf16": structs.KV_BF16, "q8_0": structs.KV_Q8_0}
 
 _TOKEN_OFFSET = Step.token.offset
+
+
+class Loaded(NamedTuple):
+    """A GPU with its kernels, what makes those that read rows where they lie, and its owners by UUID."""
+
+    device: Device
+    kernels: Kernels
+    in_place: Callable[[], Kernels]
+    owners: Mapping[str, LoadedOwner]
 
 
 class GpuStage:
@@ -49,8 +59,9 @@ class GpuStage:
         model, memory = stage.model, stage.opened.memory
         params = model.params
         with timings.stage("wait for kernels"):
-            self.device, kernels = stage.kernels.result()
-        device: Device = self.device
+            loaded: Loaded = stage.kernels.result()
+        self.device = device = loaded.device
+        kernels = loaded.kernels
         device.make_current()
         self.uuid, self.reached_by_uuids = stage.device.uuid, stage.device.reached_by_uuids
         self._cells = KvCells(
@@ -63,11 +74,12 @@ class GpuStage:
         )
         self.steps = GpuSteps(stage, device, in_flight_max)
         retired, (decoding, prompts) = self.steps.retired, self.steps.heat
+        owners = [loaded.owners[memory.arena[part].device_uuid] for part in memory.owners]
+        self.steps.owners = Owners(device, kernels, model, owners) if owners else None
         with timings.stage("graph"):
             self.decoder = Decoder(
-                device, kernels, model, memory, self._cells, retired, decoding,
-                in_place=lambda: Kernels([SOURCES / "decode_in_place.cu"], model.type_names()),
-            )  # fmt: skip
+                device, kernels, model, memory, self._cells, retired, decoding, loaded.in_place, self.steps.owners
+            )
             self.decoder.capture()
             buffers = self.decoder.buffers
             self.steps.table_address = buffers["table"].value
@@ -81,7 +93,7 @@ class GpuStage:
             self.prompt = Prompt(
                 device, kernels, model, memory, stage.cell.type, table=buffers["table"].value,
                 heat=prompts, h=Activation.at(buffers["h"].value, params.d_model),
-                stream=ExpertStream(device, model.expert_sizes(), STAGING_BYTES),
+                stream=ExpertStream(device, model.expert_sizes(), STAGING_BYTES), owners=self.steps.owners,
             )  # fmt: skip
         self._tokens = device.pinned((in_flight_max + 1, 1), np.int32)
 
@@ -112,6 +124,8 @@ class GpuStage:
         self.device.close()
         self.prompt.close()
         self.decoder.buffers.close()
+        if self.steps.owners is not None:
+            self.steps.owners.close()
 
 
 class Crossing:

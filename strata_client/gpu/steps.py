@@ -9,6 +9,8 @@ from strata_api.v1 import pages
 from strata_client.attached import Attached, Stage
 from strata_client.gpu.address_table import AddressTable
 from strata_client.gpu.device import Device, bytes_at
+from strata_client.gpu.owners import Owners
+from strata_client.mapping import U64
 from vmmd.driver.cuda_calls import call
 
 IN_FLIGHT_MAX = 3
@@ -27,6 +29,7 @@ class GpuSteps:
             for kernels.
         table: where experts are, for the step that was published last.
         table_address: where on the GPU kernels read that; whoever has memory for it puts it here.
+        owners: compute experts beside the GPU and have tables of their own; whoever has them puts them here.
     """
 
     def __init__(self, stage: Stage, device: Device, in_flight_max: int = IN_FLIGHT_MAX) -> None:
@@ -37,6 +40,7 @@ class GpuSteps:
         params, opened = stage.model.params, stage.opened
         self.device = device
         self.table_address = 0
+        self.owners: Owners | None = None
         self._opened = opened
         self._in_flight_max = in_flight_max
         opened.steps.drain = device.synchronize
@@ -46,8 +50,9 @@ class GpuSteps:
         decoding = device.register(opened.memory.heat) + pages.HEADER_WORDS * pages.WORD_BYTES
         self.heat = decoding, decoding + params.n_layers * params.n_experts * pages.WORD_BYTES
         self.table = AddressTable(opened.memory, stage.model.expert_sizes())
-        self._tables = device.pinned((in_flight_max + 1, *self.table.words.shape), np.uint64)
-        self._read_back = np.zeros_like(self.table.words) if os.environ.get("STRATA_DEBUG") else None
+        shape = (1 + len(opened.memory.owners), *self.table.words.shape)  # the GPU's, then the owners'
+        self._tables = device.pinned((in_flight_max + 1, *shape), np.uint64)
+        self._read_back: U64 | None = np.zeros(shape, np.uint64) if os.environ.get("STRATA_DEBUG") else None
         self._ended = [device.event() for _ in range(in_flight_max + 1)]
 
     @property
@@ -68,13 +73,23 @@ class GpuSteps:
         number = self.number
         self.wait(number - self._in_flight_max)
         if self.table.refresh():
-            place = number % len(self._tables)
-            self._tables[place] = self.table.words
-            self.device.upload(self.table_address, self._tables[place])
+            tables = self._tables[number % len(self._tables)]
+            tables[:] = self.table.words, *self.table.of_owners
+            self.device.upload(self.table_address, tables[0])
+            if self.owners is not None:
+                self.owners.upload_tables(tables[1:])
         if self._read_back is not None:  # nothing runs ahead then
-            self.device.download(self._read_back, self.table_address)
-            self.table.check(self._read_back)
+            words, *of_owners = self._read_back
+            self.device.download(words, self.table_address)
+            if self.owners is not None:
+                self.owners.download_tables(of_owners)
+            self.table.check(words, of_owners)
         self._opened.memory.count(n, prompt=prompt)
+
+    def abandon(self) -> None:
+        """What is enqueued from here on waits for all that owners have begun. Errors: `DriverError`."""
+        if self.owners is not None:
+            self.owners.abandon()
 
     def mark_end(self) -> None:
         """All of the step that was published is enqueued. Errors: `DriverError`."""
@@ -124,7 +139,10 @@ def enqueue(
     except BaseException:
         for at in begun:
             stages[at].device.make_current()
-            skip(at)
+            try:
+                stages[at].abandon()
+            finally:
+                skip(at)
         raise
     finally:
         signals.release()

@@ -30,7 +30,8 @@ class ExpertStream:
     the chunk's launches are done, as it does for a published step.
 
     Attributes:
-        order: int32 `[n_layers, n_experts]`: the experts of each layer, those on a GPU first.
+        order: int32 `[n_layers, n_experts]`: the experts of each layer, those on a GPU first, then those in host slabs,
+            last those that each owner computes.
     """
 
     def __init__(self, device: Device, expert_bytes: I64, staging_bytes: int) -> None:
@@ -60,39 +61,50 @@ class ExpertStream:
         self._next = 0
         self.order: I32 = np.tile(np.arange(self._n_experts, dtype=np.int32), (self._n_layers, 1))
         self._n_resident = np.full(self._n_layers, self._n_experts)
+        self._n_here = np.full(self._n_layers, self._n_experts)
+        self._computed_by: I64 = np.zeros((self._n_layers, self._n_experts), np.int64)
         self._sources: list[list[int]] = []
 
     def begin(self, table: AddressTable) -> bool:
         """Takes over where experts are now; whether `order` is another one."""
-        order = np.argsort(table.in_host, axis=1, kind="stable").astype(np.int32)
-        self._n_resident = self._n_experts - table.in_host.sum(axis=1)
+        self._computed_by = table.computed_by.astype(np.int64)
+        order = np.argsort(np.where(table.in_host, 1, 2 * self._computed_by), axis=1, kind="stable").astype(np.int32)
+        self._n_here = np.sum(self._computed_by == 0, axis=1)
+        self._n_resident = self._n_here - table.in_host.sum(axis=1)
         self._sources = table.words[:, :, 0].tolist()
         is_new = not np.array_equal(order, self.order)
         self.order = order
         return is_new
 
-    def parts(self, layer: int, addresses: int) -> Iterator[Experts]:
-        """The experts of a layer in parts, in the order's places.
+    def parts(self, layer: int, addresses: int, *, is_in_place: bool = False) -> Iterator[Experts]:
+        """The experts of a layer that are computed here in parts, in the order's places.
 
         Each part is to be enqueued on the device's stream before the next is asked for.
 
         Args:
             layer: the layers' number.
             addresses: of the layer's table on the device, for those that are read where they lie.
+            is_in_place: so are all.
 
         Errors: `DriverError`.
         """
-        first = int(self._n_resident[layer])
+        end = int(self._n_here[layer])
+        first = end if is_in_place else int(self._n_resident[layer])
         if first:
             yield Experts.in_place(addresses, 0, first)
         size = self._buffer_bytes // self._stride[layer]
-        while first < self._n_experts:
-            last = min(first + size, self._n_experts)
+        while first < end:
+            last = min(first + size, end)
             at, self._next = self._next, (self._next + 1) % N_BUFFERS
             staged = self._fill(at, layer, first, last)
             yield Experts(0, staged, self._stride[layer], self._up[layer], self._down[layer], first, last)
             call(self._device.cu.cuEventRecord, self._used[at], self._device.stream)
             first = last
+
+    def owned(self, layer: int, owner: int) -> tuple[int, int]:
+        """Between which places those are that an owner computes, by its number from 0 on."""
+        before = np.sum(self._computed_by[layer] <= owner)
+        return int(before), int(before + np.sum(self._computed_by[layer] == owner + 1))
 
     def close(self) -> None:
         """Frees everything once the copies are done."""

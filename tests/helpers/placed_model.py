@@ -27,6 +27,7 @@ class PlacedModel:
         params = model.params
         self.words = np.zeros((params.n_layers, params.n_experts, 3), np.uint64)
         self.in_host = np.zeros((params.n_layers, params.n_experts), np.bool_)
+        self.computed_by = np.zeros((params.n_layers, params.n_experts), np.int8)
         for layer, expert in np.ndindex(self.in_host.shape):
             matrices = memory.expert(layer, expert)[1:]
             *offsets, slot_bytes = pages.slot_layout(*map(len, matrices))

@@ -11,7 +11,7 @@ import pytest
 
 from strata_client import attached as attaching
 from strata_client.attached import Attached, attach
-from strata_client.gpu import decoder, prompt, stage, streaming
+from strata_client.gpu import decoder, prompt, streaming
 from strata_client.gpu import engine as gpu_engine
 from strata_client.mapping import MappedRange
 from strata_client.models.gguf_file import open_model_file
@@ -59,8 +59,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> None:
         change(session, how)
 
     monkeypatch.setattr(gpu_engine, "Device", device)
-    for module in (gpu_engine, stage):
-        monkeypatch.setattr(module, "Kernels", kernels)
+    monkeypatch.setattr(gpu_engine, "Kernels", kernels)
     monkeypatch.setattr(MappedRange, "address", property(lambda self: self.view.ctypes.data))
     monkeypatch.setattr(Session, "_change", change_between_steps)
 

@@ -22,6 +22,7 @@ class Table:
     def __init__(self, n_layers: int, n_experts: int, rng: np.random.Generator) -> None:
         self.slots = rng.integers(0, 256, (n_layers, n_experts, STRIDE), np.uint8)
         self.in_host = np.zeros((n_layers, n_experts), np.bool_)
+        self.computed_by = np.zeros((n_layers, n_experts), np.int8)
         first = self.slots.ctypes.data + np.arange(n_layers * n_experts, dtype=np.uint64) * np.uint64(STRIDE)
         offsets = np.array([0, UP, DOWN], np.uint64)
         self.words = (first[:, None] + offsets).reshape(n_layers, n_experts, 3)

@@ -4,10 +4,11 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from strata_api.v1 import pages
 
 from strata_client.engine import Engine, open_engine
 from strata_client.gpu.address_table import AddressTable
@@ -16,8 +17,9 @@ from strata_client.models.base import F32
 from strata_client.sampler import SamplerOptions
 from strata_client.split import Split
 from tests.helpers.daemon import Daemon, running_daemon, wait_until
+from tests.helpers.kernel_bounds import relative_error
 from tests.helpers.played_gpu import MICRO, attached_micro, play
-from vmmd.errors import VmmError
+from vmmd.errors import DriverError, VmmError
 
 LOGITS_MEDIAN = 0.03
 PROMPT = [5, 9, 44, 101, 3, 77, 12, 12, 200, 31, 8]
@@ -133,6 +135,95 @@ def test_the_same_bits_with_experts_on_a_peer(monkeypatch: pytest.MonkeyPatch) -
         assert engine._stages[0].steps.table.in_host.sum() == 4
 
 
+def owners_config(status: dict[str, Any], n_owners: int, kv_bytes: int = 0) -> str:
+    """Lines of the configuration: half of the experts fit the first device, a quarter each that it has no path to."""
+    device = status["devices"][0]
+    cap_bytes = device["weights_bytes"] + kv_bytes + device["experts_bytes"] // 2
+    lines = f'slab_bytes = 65536\ncap_bytes = {cap_bytes}\npeer_access = "never"\n[host]\ndevices = {n_owners + 1}\n'
+    for i in range(n_owners):
+        lines += f'[[device]]\nuuid = "HOST-SIM-{i + 1}"\ncap_bytes = {device["experts_bytes"] // 4}\n'
+    return lines
+
+
+@pytest.mark.parametrize("n_owners", [1, 2])
+def test_experts_that_owners_compute(monkeypatch: pytest.MonkeyPatch, n_owners: int) -> None:
+    """Without a path peers compute what they hold: logits of prompts and decoding are those of one device, but for the
+    order of sums; each routing is counted once, and no table but its owner's has an expert's addresses."""
+    short = PROMPT[:5]
+    with running_daemon("slab_bytes = 65536\n") as daemon, opened(daemon, monkeypatch, gpu=True) as engine:
+        resident = np.concatenate([logits_while_decoding(engine), engine.step(short, prompt=True, all_logits=True)])
+        lines = "placement_bytes_per_s = 0\n" + owners_config(daemon.status(), n_owners)
+    peers = [str(i) for i in range(n_owners, 0, -1)]
+    with running_daemon(lines) as daemon, opened(daemon, monkeypatch, gpu=True, peers=peers) as engine:
+        logits = np.concatenate([logits_while_decoding(engine), engine.step(short, prompt=True, all_logits=True)])
+        assert relative_error(logits, resident) < 1e-5
+        memory, table = engine.attached.opened.memory, engine._stages[0].steps.table
+        assert [len(memory.experts_on(part)) for part in range(n_owners + 1)] == [2] * (n_owners + 1)
+        counts = [int(np.sum(table.computed_by == owner)) for owner in range(n_owners + 1)]
+        assert counts == [8 - 2 * n_owners, *[2] * n_owners]
+        routed = memory.heat[pages.HEADER_WORDS :][: 2 * table.in_host.size].reshape(2, -1).sum(axis=1)
+        params = engine.attached.model.params
+        tokens = (len(PROMPT), 3 * len(PROMPT) + len(short))
+        assert routed.tolist() == [n * params.n_layers * params.top_k for n in tokens]
+
+
+def test_owners_beside_trades(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts move between devices and K/V grows while owners compute; every device's table is compared each step."""
+    greedy, n = SamplerOptions(temperature=0), 40
+    with (
+        running_daemon("slab_bytes = 65536\n") as daemon,
+        opened(daemon, monkeypatch, gpu=True, context=1024) as engine,
+    ):
+        wanted = text(engine, PROMPT, n, greedy)
+        assert engine.sequence.grow(1024)
+        status = daemon.status()
+    monkeypatch.setenv("STRATA_DEBUG", "1")
+    owned: list[set[tuple[int, ...]]] = []
+    check = AddressTable.check
+
+    def counting(table: AddressTable, *words: Any) -> None:
+        owned.append(set(map(tuple, np.argwhere(table.computed_by).tolist())))
+        check(table, *words)
+
+    monkeypatch.setattr(AddressTable, "check", counting)
+    kv_bytes = status["devices"][0]["kv_bytes"]
+    with (
+        running_daemon("give_back_delay_s = 0.2\n" + owners_config(status, 1, kv_bytes)) as daemon,
+        opened(daemon, monkeypatch, gpu=True, context=1024, peers=["1"]) as engine,
+    ):
+        assert text(engine, PROMPT, n, greedy) == wanted
+        assert engine.sequence.kv.cells < 1024 and engine.sequence.grow(1024), engine.sequence.refusal
+        assert text(engine, PROMPT, n, greedy) == wanted
+        assert daemon.status()["devices"][0]["traded_slabs"] > 0
+        assert owned[-1] and len(set(map(frozenset, owned))) > 1, "nothing moved to the owner"
+
+
+@pytest.mark.parametrize("where", ["_take_token", "_take_chunk"])
+def test_an_owner_that_fails(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """An error of an owner is the step's; the step is retired behind what the owners do, and others may follow."""
+    greedy = SamplerOptions(temperature=0)
+    with running_daemon("slab_bytes = 65536\n") as daemon, opened(daemon, monkeypatch, gpu=True) as engine:
+        wanted = text(engine, PROMPT, 8, greedy)
+        lines = owners_config(daemon.status(), 2)
+    with (
+        running_daemon(lines) as daemon,
+        opened(daemon, monkeypatch, gpu=True, peers=["1", "2"]) as engine,
+    ):
+        stage = engine._stages[0]
+
+        def fail() -> None:
+            raise DriverError("the owner is gone")
+
+        steps = engine.attached.opened.steps
+        with monkeypatch.context() as patch:
+            patch.setattr(stage.steps.owners._owners[1], where, fail)
+            with pytest.raises(DriverError, match="the owner is gone"):
+                stage.decoder.capture() if where == "_take_token" else text(engine, PROMPT, 8, greedy)
+        stage.device.synchronize()
+        assert steps.idle
+        assert text(engine, PROMPT, 8, greedy) == wanted
+
+
 def test_homes_are_mapped_behind_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all experts on the device none waits for the homes; they are there a moment after the first token."""
     with running_daemon() as daemon, opened(daemon, monkeypatch, gpu=True) as first:
@@ -164,9 +255,9 @@ def test_checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[int] = []
     check = AddressTable.check
 
-    def counting(table: AddressTable, words: npt.NDArray[np.uint64]) -> None:
+    def counting(table: AddressTable, *words: Any) -> None:
         checked.append(int(table.in_host.sum()))
-        check(table, words)
+        check(table, *words)
 
     monkeypatch.setattr(AddressTable, "check", counting)
     cap_bytes = device["kv_bytes"] + device["weights_bytes"] + device["experts_bytes"] // 2

@@ -14,17 +14,20 @@ from vmmd.errors import VmmError
 SLAB = 1 << 21
 
 
-def _range(address: int, mapped: set[int]) -> Any:
+def _range(address: int, mapped: set[int], reader_uuid: str = "primary") -> Any:
     return SimpleNamespace(
-        range_id=address >> 40, address=address, mapped=mapped, slabs_max=8, slab_bytes=SLAB, changes=len(mapped)
-    )
+        range_id=address >> 40, address=address, mapped=mapped, slabs_max=8, slab_bytes=SLAB, changes=len(mapped),
+        reader_uuid=reader_uuid,
+    )  # fmt: skip
 
 
-def _table(n_layers: int, n_experts: int, sizes: tuple[int, int, int]) -> tuple[Any, AddressTable]:
+def _table(
+    n_layers: int, n_experts: int, sizes: tuple[int, int, int], peer_reader: str = "primary"
+) -> tuple[Any, AddressTable]:
     n = n_layers * n_experts
     page, heat = (np.zeros(size // 8, np.uint64) for size in (pages.residency_bytes(n), pages.heat_bytes(n)))
     page[[pages.WORD_MAGIC, pages.WORD_LAYERS, pages.WORD_EXPERTS]] = pages.MAGIC, n_layers, n_experts
-    arena: Any = [_range(1 << 40, {0, 1, 2}), _range(1 << 41, set())]
+    arena: Any = [_range(1 << 40, {0, 1, 2}), _range(1 << 41, set(), peer_reader)]
     weights, homes = _range(0, set()), _range(1 << 42, {0, 1, 2, 3})
     shape = Shape(n_layers, n_experts, [], lambda layer, expert: sizes)
     memory = ClientMemory(shape, weights, arena, homes, page, heat, lambda: None)
@@ -98,6 +101,31 @@ def test_a_peers_slots_are_read_where_they_are() -> None:
         assert table.words[0, expert].tolist() == _expected(memory, int(memory.entries[expert]), sizes)
     assert not table.in_host.any()
     assert [memory.experts_on(part) for part in range(3)] == [[0, 1, 3, 4, 5, 6, 8], [2, 7], []]
+
+
+def test_a_peer_without_a_path_has_a_table_of_its_own() -> None:
+    """An expert there has its address in the peer's table and 0 in the computing device's, and the other way round."""
+    sizes = (512, 512, 512)
+    memory, table = _table(1, 9, sizes, peer_reader="peer")
+    memory.arena[1].mapped.add(5)
+    memory.entries[[2, 7]] = pages.pack(pages.TIER_DEVICE, 1, 5, 3), pages.pack(pages.TIER_DEVICE, 1, 0, 1)
+    table.refresh()
+    assert table.of_owners[0][0, 2].tolist() == _expected(memory, int(memory.entries[2]), sizes)
+    assert np.flatnonzero(table.of_owners[0].any(axis=2)[0]).tolist() == [2]
+    assert np.flatnonzero(~table.words.any(axis=2)[0]).tolist() == [2]
+    assert table.computed_by.tolist() == [[0, 0, 1, 0, 0, 0, 0, 0, 0]]
+    assert np.flatnonzero(table.in_host[0]).tolist() == [7], "its slab is not mapped"
+    table.check(table.words.copy(), [table.of_owners[0].copy()])
+    wrong = table.words.copy()
+    wrong[0, 2] = table.of_owners[0][0, 2]
+    with pytest.raises(VmmError, match="layer 0, expert 2, gate: the device has"):
+        table.check(wrong, table.of_owners)
+    with pytest.raises(VmmError, match="layer 0, expert 2, gate: owner 1 has 0x0"):
+        table.check(table.words, [np.zeros_like(table.words)])
+    memory.entries[2] = pages.pack(pages.TIER_DEVICE, 0, 0, 30)
+    assert table.refresh()
+    assert not table.of_owners[0].any() and not table.computed_by.any()
+    assert table.words[0, 2].tolist() == _expected(memory, int(memory.entries[2]), sizes)
 
 
 def test_homes_are_mapped_when_one_is_needed() -> None:
