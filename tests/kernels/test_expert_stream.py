@@ -107,6 +107,31 @@ def test_order(device: HostDevice, rng: np.random.Generator) -> None:
     stream.close()
 
 
+def test_what_owners_compute_is_neither_read_nor_copied(device: HostDevice, rng: np.random.Generator) -> None:
+    """An owner's experts are last in the order, and in no part of the computing device's, with copies or without."""
+    stream, table = make(device, 2, 7, 2), Table(2, 7, rng)
+    table.computed_by[0, [0, 5]], table.computed_by[0, 3], table.computed_by[1] = 1, 2, 1
+    table.in_host[0, [1, 2, 6]] = True
+    assert stream.begin(cast(AddressTable, table))
+    assert stream.order.tolist() == [[4, 1, 2, 6, 0, 5, 3], [0, 1, 2, 3, 4, 5, 6]]
+    assert [[stream.owned(layer, owner) for owner in (0, 1)] for layer in (0, 1)] == [
+        [(4, 6), (6, 7)],
+        [(0, 7), (7, 7)],
+    ]
+
+    def parts(layer: int, is_in_place: bool) -> list[tuple[int, int, bool]]:
+        found = stream.parts(layer, 8, is_in_place=is_in_place)
+        return [(part.first, part.last, bool(part.addresses)) for part in found]
+
+    assert parts(0, is_in_place=False) == [(0, 1, True), (1, 3, False), (3, 4, False)]
+    assert parts(0, is_in_place=True) == [(0, 4, True)]
+    assert parts(1, is_in_place=False) == parts(1, is_in_place=True) == []
+    table.computed_by[:], table.in_host[:] = 0, False
+    assert stream.begin(cast(AddressTable, table)) and stream.order.tolist() == [[*range(7)]] * 2
+    device.synchronize()
+    stream.close()
+
+
 def test_an_expert_larger_than_the_staging_memory(device: HostDevice) -> None:
     """Each buffer takes one expert at least."""
     stream, table = make(device, 1, 3, 0), Table(1, 3, np.random.default_rng(0))

@@ -101,9 +101,10 @@ def test_text_and_logits_are_the_same_with_peers(tmp_path: Path) -> None:
         "peer": ((6, 3, 2), ("--peer-device", "1")),
         "peers": ((6, 3, 2), ("--peer-device", "2", "--peer-device", "1")),
         "small": ((5, 1, 1), ("--peer-device", "1")),
+        "without paths": ((6, 3, 2), ("--peer-device", "2", "--peer-device", "1")),
     }
     for name, (caps, options) in runs.items():
-        with running_daemon(config(caps)) as running:
+        with running_daemon(config(caps, "never" if name == "without paths" else "auto")) as running:
             done = running.generate(*arguments, *options)
             assert done.returncode == 0, done.stderr
             rows = [json.loads(line) for line in done.stdout.splitlines()]
@@ -117,7 +118,7 @@ def test_text_and_logits_are_the_same_with_peers(tmp_path: Path) -> None:
             assert measured.returncode == 0, measured.stderr
             logits[name] = np.load(out)
     assert len(texts["resident"]) == 150 and growths["resident"] == []
-    for name in ("peer", "peers"):
+    for name in ("peer", "peers", "without paths"):
         assert texts[name] == texts["resident"]
         assert growths[name] and all(GROWTH.fullmatch(line) for line in growths[name])
     assert texts["resident"][: len(texts["small"])] == texts["small"] != []
@@ -136,15 +137,17 @@ def test_a_growth_moves_experts_to_the_peer(daemon: Daemon) -> None:
     wait_until(lambda: _resident(daemon) == 72, 15, lambda: str(daemon.status()))
 
 
-def test_without_a_path_a_peer_is_refused() -> None:
-    """Where devices cannot read each other's memory, --peer-device is one line that says so; alone it works."""
-    with running_daemon(config(peer_access="never")) as running:
-        done = running.generate(PROMPT, "--peer-device", "1")
-        assert done.returncode == 1
-        (line,) = _lines(done)
-        assert "--peer-device 1: HOST-SIM-0 cannot read the memory of HOST-SIM-1" in line
-        assert running.status()["models"] == []
-        assert running.generate(PROMPT, "--max-tokens", "2").returncode == 0
+def test_a_peer_without_a_path_computes() -> None:
+    """Where devices cannot read each other's memory, a peer holds experts all the same, and --stats says how."""
+    lines = "placement_bytes_per_s = 0\n" + config(peer_access="never")
+    with running_daemon(lines) as running:
+        arguments = (PROMPT, "--max-tokens", "1", "--peer-device", "2", "--stats")
+        done = running.generate(*arguments, "--json")
+        ((number, experts, _, primary, _, together, _),) = _peer_lines(done)
+        assert (number, experts, primary, together) == (2, 24, 36, 60)
+        statistics = json.loads(done.stdout.splitlines()[-1])["statistics"]
+        assert statistics["peers"] == [{"device": "HOST-SIM-2", "read": "by itself", "experts": 24}]
+        assert "strata: HOST-SIM-2 computes by itself and holds 24 experts" in _lines(running.generate(*arguments))
 
 
 def test_clients_that_see_one_device_each() -> None:

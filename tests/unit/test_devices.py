@@ -6,8 +6,10 @@ import pytest
 from strata_api.v1 import memory_pb2 as wire
 
 from strata_client.devices import VISIBLE_SIMULATED, choose_device, choose_peers
+from strata_client.session import mapper_of
 from tests.helpers.fake_cuda import FakeCuda, gpu_uuid
 from vmmd.core.ledger import DeviceRecord
+from vmmd.driver.cuda_mapper import CudaMapper
 from vmmd.driver.host_memfd import HostDriver
 from vmmd.errors import InvalidRequest, NoDevice
 from vmmd.server import convert
@@ -92,11 +94,15 @@ def test_peers_that_cannot_be(wanted: list[str], error: type[Exception], message
         choose_peers(devices, devices[0], wanted)
 
 
-def test_a_peer_without_a_path_is_refused() -> None:
-    """Where devices cannot read each other's memory, the refusal names both and what may be the reason."""
+def test_peers_without_a_path_compute() -> None:
+    """A peer is an owner exactly where the computing device cannot read its memory, each for itself."""
+    devices = simulated()
+    assert [peer.is_owner for peer in choose_peers(devices, devices[0], ["1", "2"])] == [False, False]
+    devices[2].reached_by_uuids.remove("HOST-SIM-0")
+    assert [peer.is_owner for peer in choose_peers(devices, devices[0], ["1", "2"])] == [False, True]
+    assert [peer.is_owner for peer in choose_peers(devices, devices[1], ["0", "2"])] == [False, False]
     devices = simulated(peer_paths=False)
-    with pytest.raises(NoDevice, match=r'HOST-SIM-0 cannot read the memory of HOST-SIM-2 .* peer_access = "never"'):
-        choose_peers(devices, devices[0], ["2"])
+    assert [peer.is_owner for peer in choose_peers(devices, devices[0], ["2"])] == [True]
 
 
 def test_simulated_devices_that_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +120,17 @@ def test_simulated_devices_that_are_not_seen(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(VISIBLE_SIMULATED, "")
     with pytest.raises(NoDevice, match="it sees none"):
         choose_device(devices, None)
+
+
+def test_slots_of_an_owner_are_mapped_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an owner reads no other GPU of the process may touch, even with a path; what is read in place both may."""
+    fake = FakeCuda(2, peers=True)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake.module)
+    first, second = (mapper_of(gpu_uuid(i), gpu_uuid(i)) for i in range(2))
+    assert isinstance(first, CudaMapper) and isinstance(second, CudaMapper)
+    in_place, alone = mapper_of(gpu_uuid(1), gpu_uuid(0)), mapper_of(gpu_uuid(1), gpu_uuid(1), alone=True)
+    assert isinstance(in_place, CudaMapper) and isinstance(alone, CudaMapper)
+    assert (in_place.readers(), alone.readers()) == ([1, 0], [1])
 
 
 @pytest.mark.parametrize(("visible", "first"), [([0, 1], 0), ([1, 0], 0), ([1], 1), ([2, 1], 1)])
