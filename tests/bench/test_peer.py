@@ -35,7 +35,9 @@ WARMING = {False: 256, True: 512}
 PROMPT = 16_399
 PROMPT_KV_GIB = 1.6
 PRIMARY_SHARE, PEER_SHARE = 0.20, 0.45
-TIMES_SOLO = {"0.5": 2.5, "0": 1.6}
+TIMES_SOLO = {"auto": {"0.5": 2.5, "0": 1.6}, "never": {"0.5": 1.7, "0": 1.3}}
+"""By `peer_access`: with a path, and without one, so that the peer computes its experts itself."""
+
 HOST_GB_PER_S = 55
 """What a copy engine takes from host memory."""
 
@@ -50,7 +52,7 @@ def machine() -> Machine:
     return made
 
 
-@pytest.fixture(scope="module", params=TIMES_SOLO)
+@pytest.fixture(scope="module", params=TIMES_SOLO["auto"])
 def skew(request: pytest.FixtureRequest) -> str:
     """How much hotter some experts are than others."""
     return str(request.param)
@@ -66,9 +68,9 @@ def model_path(machine: Machine, tmp_path_factory: pytest.TempPathFactory, skew:
     path.unlink()
 
 
-def config(machine: Machine, caps_gib: tuple[float, float]) -> str:
+def config(machine: Machine, caps_gib: tuple[float, float], peer_access: str = "auto") -> str:
     """Lines of the configuration."""
-    lines = [f"host_cap_bytes = {40 * GIB}", "give_back_delay_s = 0.2"]
+    lines = [f"host_cap_bytes = {40 * GIB}", "give_back_delay_s = 0.2", f'peer_access = "{peer_access}"']
     for uuid, cap_gib in zip(machine.uuids, caps_gib, strict=False):
         lines += ["[[device]]", f'uuid = "{uuid}"', f"cap_bytes = {int(cap_gib * GIB)}"]
     return "\n".join(lines) + "\n"
@@ -127,37 +129,72 @@ def attach_gb_per_s(engine: Any) -> float:
 
 
 def test_decode(machine: Machine, model_path: Path, skew: str) -> None:
-    """Tokens a second alone, then with the peer, which is attached to the model that is open; K/V grows in both."""
+    """Tokens a second alone, then with the peer, which is attached to the model that is open; K/V grows in both.
+
+    Then with the peer again, as if there were no path to it.
+    """
     rows, rates = [], {}
     caps_gib = REST_GIB + PRIMARY_SHARE * EXPERTS_GIB, PEER_SHARE * EXPERTS_GIB
-    with machine.daemon(config(machine, caps_gib)) as daemon:
-        for peer in (False, True):
-            with opened(daemon, model_path, machine, 1024, peer=peer) as (engine, lines):
+    runs = {
+        "alone": ("auto", False),
+        "with the peer": ("auto", True),
+        "with the peer, no path": ("never", True),
+    }
+    for peer_access in TIMES_SOLO:
+        with machine.daemon(config(machine, caps_gib, peer_access)) as daemon:
+            for what, (access, peer) in runs.items():
+                if access != peer_access:
+                    continue
+                with opened(daemon, model_path, machine, 1024, peer=peer) as (engine, lines):
+                    if what == "with the peer":
+                        rate = attach_gb_per_s(engine)
+                        name = "attaching the peer from host slabs"
+                        rows.append(Row(name, rate, "GB/s", "higher", 45, HOST_GB_PER_S))
+                    rates[what], shares = warmed(engine, WARMING[peer])
+                    assert any("the expert cache gave" in line for line in lines), "K/V did not grow out of slots"
+                rows.append(Row(f"decode {what}, skew {skew}", rates[what], "tok/s", "higher"))
+                for where, share in zip(("the first GPU", "the peer", "host memory"), shares, strict=True):
+                    rows.append(
+                        Row(f"{what}: routings to {where}", share, "%", "lower" if "host" in where else "higher")
+                    )
                 if peer:
-                    rate = attach_gb_per_s(engine)
-                    rows.append(Row("attaching the peer from host slabs", rate, "GB/s", "higher", 45, HOST_GB_PER_S))
-                rates[peer], shares = warmed(engine, WARMING[peer])
-                assert any("the expert cache gave" in line for line in lines), "K/V did not grow out of slots"
-            what = "with the peer" if peer else "alone"
-            rows.append(Row(f"decode {what}, skew {skew}", rates[peer], "tok/s", "higher"))
-            for where, share in zip(("the first GPU", "the peer", "host memory"), shares, strict=True):
-                rows.append(Row(f"{what}: routings to {where}", share, "%", "lower" if "host" in where else "higher"))
-    times = rates[True] / rates[False]
-    rows.append(Row(f"with the peer, times alone, skew {skew}", times, "times", "higher", TIMES_SOLO[skew]))
+                    times, target = rates[what] / rates["alone"], TIMES_SOLO[access][skew]
+                    rows.append(Row(f"{what}, times alone, skew {skew}", times, "times", "higher", target))
     write(f"peer-decode-skew-{skew}", rows)
 
 
-def test_prompt(machine: Machine, model_path: Path, skew: str) -> None:
-    """A long prompt with the peer, against the same with all experts on one GPU."""
+def test_crossings(machine: Machine, model_path: Path, skew: str) -> None:
+    """Decoding with half of the experts on each GPU and no path, none in host memory: what handing over costs."""
     if skew != "0.5":
         pytest.skip("one model is enough")
     rates = {}
-    for peer in (False, True):
-        rest_gib = REST_GIB + PROMPT_KV_GIB
-        caps_gib = (rest_gib + PRIMARY_SHARE * EXPERTS_GIB, PEER_SHARE * EXPERTS_GIB) if peer else (100.0, 0.0)
+    for caps_gib, peer in (((100.0, 0.0), False), ((REST_GIB + 0.5 * EXPERTS_GIB, 0.6 * EXPERTS_GIB), True)):
         with (
-            machine.daemon(config(machine, caps_gib)) as daemon,
-            opened(daemon, model_path, machine, PROMPT + 256, peer=peer) as (engine, _),
+            machine.daemon(config(machine, caps_gib, "never")) as daemon,
+            opened(daemon, model_path, machine, 1024, peer=peer) as (engine, _),
+        ):
+            rates[peer], shares = warmed(engine, WARMING[False])
+    per_layer_us = 1e6 * (1 / rates[True] - 1 / rates[False]) / 48
+    rows = [
+        Row("all experts on one GPU", rates[False], "tok/s", "higher"),
+        Row("half of them on a peer without a path", rates[True], "tok/s", "higher"),
+        Row("a layer's time more", per_layer_us, "us", "lower"),
+        Row("routings to the peer", shares[1], "%", "higher"),
+    ]
+    write("peer-crossings", rows)
+
+
+def test_prompt(machine: Machine, model_path: Path, skew: str) -> None:
+    """A long prompt with the peer, with a path and without, against the same with all experts on one GPU."""
+    if skew != "0.5":
+        pytest.skip("one model is enough")
+    rates = {}
+    shares_gib = REST_GIB + PROMPT_KV_GIB + PRIMARY_SHARE * EXPERTS_GIB, PEER_SHARE * EXPERTS_GIB
+    runs = {"alone": ((100.0, 0.0), "auto"), "auto": (shares_gib, "auto"), "never": (shares_gib, "never")}
+    for name, (caps_gib, peer_access) in runs.items():
+        with (
+            machine.daemon(config(machine, caps_gib, peer_access)) as daemon,
+            opened(daemon, model_path, machine, PROMPT + 256, peer=name != "alone") as (engine, _),
         ):
             tokens = [i * 7919 % 150000 for i in range(PROMPT)]
             engine.sequence.prepare(PROMPT)
@@ -168,10 +205,12 @@ def test_prompt(machine: Machine, model_path: Path, skew: str) -> None:
                 engine.begin(tokens, SamplerOptions(temperature=0))
                 engine.next_token()
                 took_s.append(time.perf_counter() - began)
-            rates[peer] = PROMPT / min(took_s)
+            rates[name] = PROMPT / min(took_s)
     rows = [
-        Row("prompt of 16,399 tokens, all experts on one GPU", rates[False], "tok/s", "higher"),
-        Row("the same with the peer", rates[True], "tok/s", "higher"),
-        Row("with the peer, times all on one GPU", rates[True] / rates[False], "times", "higher", 0.9),
+        Row("prompt of 16,399 tokens, all experts on one GPU", rates["alone"], "tok/s", "higher"),
+        Row("the same with the peer", rates["auto"], "tok/s", "higher"),
+        Row("with the peer, times all on one GPU", rates["auto"] / rates["alone"], "times", "higher", 0.9),
+        Row("the same with the peer, no path", rates["never"], "tok/s", "higher"),
+        Row("with the peer, no path, times all on one GPU", rates["never"] / rates["alone"], "times", "higher"),
     ]
     write("peer-prompt", rows)
