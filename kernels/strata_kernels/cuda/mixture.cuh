@@ -71,18 +71,23 @@ __device__ __forceinline__ void multiply_gate_up(uint8_t* shared, const Activati
   __syncthreads();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = PAIR * warp;
   stage.place += warp * (room_of(PAIR * gate_stride) + room_of(PAIR * up_stride));
-  const bool is_here = ALL || blocks[0] != nullptr;
-  const uint8_t* rows[2];
-  if (is_here) rows[0] = stage.ask(blocks[0] + (first + mine) * gate_stride, PAIR * gate_stride);
-  commit_copies();
-  if (is_here) rows[1] = stage.ask(blocks[1] + (first + mine) * up_stride, PAIR * up_stride);
-  commit_copies();
-  if (blockIdx.x == 0 && threadIdx.x == 0 && heat.counts != nullptr) {
-    const uint64_t count = heat.counts[expert] + 1;
-    heat.counts[expert] = count;
-    heat.shared[expert] = count;
+  const auto count_heat = [&]() {
+    if (blockIdx.x == 0 && threadIdx.x == 0 && heat.counts != nullptr) {
+      const uint64_t count = heat.counts[expert] + 1;
+      heat.counts[expert] = count;
+      heat.shared[expert] = count;
+    }
+  };
+  if (!ALL && blocks[0] == nullptr) {
+    count_heat();
+    return;
   }
-  if (!is_here) return;
+  const uint8_t* rows[2];
+  rows[0] = stage.ask(blocks[0] + (first + mine) * gate_stride, PAIR * gate_stride);
+  commit_copies();
+  rows[1] = stage.ask(blocks[1] + (first + mine) * up_stride, PAIR * up_stride);
+  commit_copies();
+  count_heat();
 #pragma unroll
   for (int matrix = 0; matrix < 2; ++matrix) {
     if (matrix == 0) {
