@@ -85,8 +85,8 @@ class AddressTable:
         self._entries, self._changes = entries, changes
         return True
 
-    def check(self, words: U64, of_owners: Sequence[U64] = ()) -> None:
-        """Compares what was read back from the devices, as `words` and `of_owners`, with the residency table.
+    def check(self, tables: Sequence[U64]) -> None:
+        """Compares what was read back from the devices, like `words` and each of `of_owners`, with the residency table.
 
         With the entries of the last `refresh`, that is, one by one, by the way that the host reads experts: for
         debugging, as it takes some 10 us an expert. Nothing but the order of its words relies on `refresh`.
@@ -94,7 +94,7 @@ class AddressTable:
         Errors: `VmmError`, with layer, expert and matrix of the first wrong pointer.
         """
         memory = self._memory
-        tables = [table.reshape(-1, 3).tolist() for table in (words, *of_owners)]
+        read = [table.reshape(-1, 3).tolist() for table in tables]
         for at, entry in enumerate(self._entries.tolist()):
             layer, expert = divmod(at, self.words.shape[1])
             place = memory.find(entry, layer, expert) or memory.home(layer, expert)
@@ -103,7 +103,7 @@ class AddressTable:
             base, end = place.range_.address, place.range_.slab_bytes * (place.slab + 1)
             owned = [memory.arena[part] for part in memory.owners]
             computed_by = owned.index(place.range_) + 1 if place.range_ in owned else 0
-            for computing, table in enumerate(tables):
+            for computing, table in enumerate(read):
                 for matrix, offset, size, address in zip(
                     MATRICES, place.offsets_bytes, place.sizes_bytes, table[at], strict=True
                 ):

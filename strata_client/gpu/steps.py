@@ -79,11 +79,11 @@ class GpuSteps:
             if self.owners is not None:
                 self.owners.upload_tables(tables[1:])
         if self._read_back is not None:  # nothing runs ahead then
-            words, *of_owners = self._read_back
-            self.device.download(words, self.table_address)
+            tables = [*self._read_back]
+            self.device.download(tables[0], self.table_address)
             if self.owners is not None:
-                self.owners.download_tables(of_owners)
-            self.table.check(words, of_owners)
+                self.owners.download_tables(tables[1:])
+            self.table.check(tables)
         self._opened.memory.count(n, prompt=prompt)
 
     def abandon(self) -> None:

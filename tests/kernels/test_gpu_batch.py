@@ -14,7 +14,7 @@ from strata_client.sampler import SamplerOptions
 from strata_client.sequence import TokenSequence
 from tests.helpers.daemon import Daemon, running_daemon
 from tests.helpers.played_gpu import attached_micro, play
-from vmmd.errors import LeaseRevoked
+from vmmd.errors import InvalidRequest, LeaseRevoked
 
 PROMPTS = [
     [5, 9, 44, 101, 3, 77, 12, 12, 200, 31, 8],
@@ -103,6 +103,15 @@ def test_greedy_texts(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     end = wanted[0][3]
     cut = [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in wanted]
     assert batch(daemon, monkeypatch, 3, end=end) == cut
+
+
+def test_a_peer_without_a_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Owners compute for one sequence at a time; a batch says so."""
+    with (
+        running_daemon('peer_access = "never"\n[host]\ndevices = 2\n') as daemon,
+        pytest.raises(InvalidRequest, match=r"HOST-SIM-0 has no path to HOST-SIM-1, .* leave out --batch"),
+    ):
+        batch(daemon, monkeypatch, 2, peer_devices=["1"])
 
 
 def test_a_seed_makes_the_same_text_in_any_company(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

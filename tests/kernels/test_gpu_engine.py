@@ -13,6 +13,7 @@ from strata_api.v1 import pages
 from strata_client.engine import Engine, open_engine
 from strata_client.gpu.address_table import AddressTable
 from strata_client.gpu.prompt import LOGITS_TOKENS
+from strata_client.mapping import U64
 from strata_client.models.base import F32
 from strata_client.sampler import SamplerOptions
 from strata_client.split import Split
@@ -175,15 +176,16 @@ def test_owners_beside_trades(monkeypatch: pytest.MonkeyPatch) -> None:
         opened(daemon, monkeypatch, gpu=True, context=1024) as engine,
     ):
         wanted = text(engine, PROMPT, n, greedy)
+        engine._synchronize()  # nothing runs by itself there
         assert engine.sequence.grow(1024)
         status = daemon.status()
     monkeypatch.setenv("STRATA_DEBUG", "1")
     owned: list[set[tuple[int, ...]]] = []
     check = AddressTable.check
 
-    def counting(table: AddressTable, *words: Any) -> None:
+    def counting(table: AddressTable, tables: Sequence[U64]) -> None:
         owned.append(set(map(tuple, np.argwhere(table.computed_by).tolist())))
-        check(table, *words)
+        check(table, tables)
 
     monkeypatch.setattr(AddressTable, "check", counting)
     kv_bytes = status["devices"][0]["kv_bytes"]
@@ -192,6 +194,7 @@ def test_owners_beside_trades(monkeypatch: pytest.MonkeyPatch) -> None:
         opened(daemon, monkeypatch, gpu=True, context=1024, peers=["1"]) as engine,
     ):
         assert text(engine, PROMPT, n, greedy) == wanted
+        engine._synchronize()
         assert engine.sequence.kv.cells < 1024 and engine.sequence.grow(1024), engine.sequence.refusal
         assert text(engine, PROMPT, n, greedy) == wanted
         assert daemon.status()["devices"][0]["traded_slabs"] > 0
@@ -219,7 +222,7 @@ def test_an_owner_that_fails(monkeypatch: pytest.MonkeyPatch, where: str) -> Non
             patch.setattr(stage.steps.owners._owners[1], where, fail)
             with pytest.raises(DriverError, match="the owner is gone"):
                 stage.decoder.capture() if where == "_take_token" else text(engine, PROMPT, 8, greedy)
-        stage.device.synchronize()
+        engine._synchronize()
         assert steps.idle
         assert text(engine, PROMPT, 8, greedy) == wanted
 
@@ -255,9 +258,9 @@ def test_checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[int] = []
     check = AddressTable.check
 
-    def counting(table: AddressTable, *words: Any) -> None:
+    def counting(table: AddressTable, tables: Sequence[U64]) -> None:
         checked.append(int(table.in_host.sum()))
-        check(table, *words)
+        check(table, tables)
 
     monkeypatch.setattr(AddressTable, "check", counting)
     cap_bytes = device["kv_bytes"] + device["weights_bytes"] + device["experts_bytes"] // 2

@@ -115,13 +115,13 @@ def test_a_peer_without_a_path_has_a_table_of_its_own() -> None:
     assert np.flatnonzero(~table.words.any(axis=2)[0]).tolist() == [2]
     assert table.computed_by.tolist() == [[0, 0, 1, 0, 0, 0, 0, 0, 0]]
     assert np.flatnonzero(table.in_host[0]).tolist() == [7], "its slab is not mapped"
-    table.check(table.words.copy(), [table.of_owners[0].copy()])
+    table.check([table.words.copy(), table.of_owners[0].copy()])
     wrong = table.words.copy()
     wrong[0, 2] = table.of_owners[0][0, 2]
     with pytest.raises(VmmError, match="layer 0, expert 2, gate: the device has"):
-        table.check(wrong, table.of_owners)
+        table.check([wrong, *table.of_owners])
     with pytest.raises(VmmError, match="layer 0, expert 2, gate: owner 1 has 0x0"):
-        table.check(table.words, [np.zeros_like(table.words)])
+        table.check([table.words, np.zeros_like(table.words)])
     memory.entries[2] = pages.pack(pages.TIER_DEVICE, 0, 0, 30)
     assert table.refresh()
     assert not table.of_owners[0].any() and not table.computed_by.any()
@@ -164,9 +164,9 @@ def test_check_agrees_with_the_residency_table() -> None:
     memory.entries[5] = memory.home_entries[5]
     memory.arena[0].mapped.remove(1)
     table.refresh()
-    table.check(table.words.copy())
+    table.check([table.words.copy()])
     memory.entries[4] = memory.home_entries[4]  # the next step's
-    table.check(table.words.copy())
+    table.check([table.words.copy()])
 
 
 @pytest.mark.parametrize("matrix", range(3))
@@ -181,12 +181,12 @@ def test_check_names_a_wrong_pointer(matrix: int, where: str) -> None:
     words[1, 3, matrix] += np.uint64(256)
     name = ("gate", "up", "down")[matrix]
     with pytest.raises(VmmError, match=f"layer 1, expert 3, {name}: the device has {int(words[1, 3, matrix]):#x}"):
-        table.check(words)
+        table.check([words])
     stale = table.words.copy()
     memory.entries[12] = pages.pack(pages.TIER_DEVICE, 0, 2, 7)
     table.refresh()
     with pytest.raises(VmmError, match="layer 1, expert 3, gate"):
-        table.check(stale)
+        table.check([stale])
 
 
 def test_check_finds_a_slot_beyond_its_slab() -> None:
@@ -195,4 +195,4 @@ def test_check_finds_a_slot_beyond_its_slab() -> None:
     memory.entries[3] = pages.pack(pages.TIER_DEVICE, 0, 2, SLAB // 1024)
     table.refresh()
     with pytest.raises(VmmError, match="layer 0, expert 3, gate"):
-        table.check(table.words)
+        table.check([table.words])
