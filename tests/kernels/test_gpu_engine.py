@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from strata_api.v1 import pages
 
+from strata_client import attached as attaching
+from strata_client.devices import Peer
 from strata_client.engine import Engine, open_engine
 from strata_client.gpu.address_table import AddressTable
 from strata_client.gpu.prompt import LOGITS_TOKENS
@@ -166,6 +168,25 @@ def test_experts_that_owners_compute(monkeypatch: pytest.MonkeyPatch, n_owners: 
         params = engine.attached.model.params
         tokens = (len(PROMPT), 3 * len(PROMPT) + len(short))
         assert routed.tolist() == [n * params.n_layers * params.top_k for n in tokens]
+
+
+def test_an_owner_beside_a_peer_that_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each peer is one or the other by itself, whatever their order in the arena and in what a user names."""
+    with running_daemon("slab_bytes = 65536\n") as daemon, opened(daemon, monkeypatch, gpu=True) as engine:
+        resident = logits_while_decoding(engine)
+        lines = "placement_bytes_per_s = 0\n" + owners_config(daemon.status(), 2)
+    choose = attaching.choose_peers
+    for owner in (1, 2):
+
+        def chosen(*args: Any, owner: int = owner) -> list[Peer]:
+            return [peer._replace(is_owner=peer.number == owner) for peer in choose(*args)]
+
+        monkeypatch.setattr(attaching, "choose_peers", chosen)
+        with running_daemon(lines) as daemon, opened(daemon, monkeypatch, gpu=True, peers=["2", "1"]) as engine:
+            assert relative_error(logits_while_decoding(engine), resident) < 1e-5
+            memory, table = engine.attached.opened.memory, engine._stages[0].steps.table
+            assert [memory.arena[part].device_uuid for part in memory.owners] == [f"HOST-SIM-{owner}"]
+            assert (int(table.computed_by.sum()), int(table.in_host.sum())) == (2, 2)
 
 
 def test_owners_beside_trades(monkeypatch: pytest.MonkeyPatch) -> None:
