@@ -145,6 +145,9 @@ __device__ __forceinline__ void multiply_down(uint8_t* shared, const Activation&
   }
   __syncthreads();
   const int n_here = ALL ? top_k : n_ranks;
+  // Unless ALL, of the first warp: what a lane's result is added to. One warp of a block reads and writes host memory, since
+  // neighbours' accesses become one.
+  float rest = 0.0f;
   with_type(type, [&](auto format) {
     using F = decltype(format);
     // The ranks in two halves, so that the first is multiplied while the second arrives.
@@ -160,12 +163,13 @@ __device__ __forceinline__ void multiply_down(uint8_t* shared, const Activation&
     commit_copies();
     wait_for_previous();
     let_next_start();
-    float2 before = is_last ? *reinterpret_cast<const float2*>(x + first + mine) : make_float2(0.0f, 0.0f);
-    if (!ALL && is_last) {
-      for (int i = 0; i < elsewhere.n; ++i) {
-        const float2 sum = *reinterpret_cast<const float2*>(elsewhere.values + i * elsewhere.stride + first + mine);
-        before = make_float2(before.x + sum.x, before.y + sum.y);
-      }
+    float2 before = make_float2(0.0f, 0.0f);
+    if (ALL) {
+      before = *reinterpret_cast<const float2*>(x + first + mine);
+    } else if (is_last && warp == 0) {
+      const int at = first + lane % ACTIVATION_GROUP;
+      rest = x[at];
+      for (int i = 0; i < elsewhere.n; ++i) rest += elsewhere.values[i * elsewhere.stride + at];
     }
     float sums[PAIR] = {0.0f, 0.0f};
 #pragma unroll
@@ -197,12 +201,17 @@ __device__ __forceinline__ void multiply_down(uint8_t* shared, const Activation&
     const float2 after = make_float2(before.x + warp_sum(sums[0]), before.y + warp_sum(sums[1]));
     if (lane == 0) {
       *reinterpret_cast<float2*>(results + mine) = after;
-      *reinterpret_cast<float2*>(x + first + mine) = after;
+      if (ALL) *reinterpret_cast<float2*>(x + first + mine) = after;
     }
   });
   __syncthreads();
-  if (mine != 0 || !is_last) return;
-  const float result = results[lane % ACTIVATION_GROUP];
+  if (mine != 0) return;
+  float result = results[lane % ACTIVATION_GROUP];
+  if (!ALL) {
+    result += rest;
+    if (lane < ACTIVATION_GROUP) x[first + lane] = result;
+    if (!is_last) return;
+  }
   store_results(out, blockIdx.x, result * norm, result * result);
 }
 
