@@ -113,7 +113,7 @@ __device__ __forceinline__ void multiply_gate_up(uint8_t* shared, const Activati
 }
 
 // x float32 [d_model] += sum over the ranks of weight * (W_down a[rank]); out = the activation of x * weight.
-// Unless ALL: over the ranks whose experts have addresses, and what is summed up `elsewhere` is added after it. Without
+// Unless ALL: over the ranks whose experts have addresses, and what is summed up `elsewhere` is added as well. Without
 // `weight` there is neither x nor `elsewhere` to be added to the sum, and no `out`.
 // Launch: d_model / 16 blocks of 256 threads.
 template <bool ALL>
