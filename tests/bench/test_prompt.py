@@ -283,6 +283,7 @@ class HostTable:
         self.slots[:] = 0x3C
         self.in_host = np.zeros((n_layers, N_EXPERTS), np.bool_)
         self.in_host[:, : int(share * N_EXPERTS)] = True
+        self.computed_by = np.zeros((n_layers, N_EXPERTS), np.int8)
         first = self.slots.ctypes.data + np.arange(N_EXPERTS, dtype=np.uint64) * np.uint64(slot_bytes)
         self.words = np.tile(first[None, :, None], (n_layers, 1, 3))
 
