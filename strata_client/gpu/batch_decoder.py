@@ -18,7 +18,7 @@ from strata_kernels.launch import Kernels, Launch
 from strata_kernels.prompt import Groups
 from strata_kernels.structs import Heat, KvCells, Matrix, SampleOptions, Step
 
-from strata_client.gpu.decoder import Buffers, Decoder, Weights
+from strata_client.gpu.decoder import Buffers, Weights
 from strata_client.gpu.device import Array, Device
 from strata_client.gpu.launches import SizedLaunches, capture, launch_graph
 from strata_client.mapping import ClientMemory
@@ -41,6 +41,7 @@ class BatchDecoder:
         rows_max: how many rows there are.
         buffers: `steps` (`Step [rows_max]`), `options`, `seen`, `cells`, `logits` float32 `[rows_max, n_vocab]`, `x`
             float32 `[rows_max, d_model]`, and what passes between kernels.
+        launches: the kernels of a step in their order, by name, for the number of rows of `resize`.
         ring: uint64 `[RING_WORDS, rows_max]`, host: the token that a row chose at step `number` is at
             `[number % RING_WORDS, row]`; all ones where its logits were not finite.
     """
@@ -125,7 +126,7 @@ class BatchDecoder:
         )
         self.ring: npt.NDArray[np.uint64] = device.pinned((structs.RING_WORDS, n), np.uint64)
         self._sized = SizedLaunches(device, n)
-        self.launches = list(self._launches())
+        self.launches: list[tuple[str, Launch]] = list(self._launches())
         self._graphs: dict[int, Any] = {}
         self._number = -1  # of the step that the device takes the next launch for
 
@@ -153,21 +154,6 @@ class BatchDecoder:
         self._upload("cells", row, cells)
         self._device.upload(self._place("seen", row), seen)
 
-    def take_row(self, row: int, cells: KvCells, decoder: Decoder) -> None:
-        """Puts the sequence of a `Decoder` into a row, as it will be when all that was enqueued before has ended.
-
-        So a prompt's first token, which `sample` chooses, need not come to the host first. `cells` are the sequence's.
-        Errors: `InvalidRequest`, `DriverError`.
-        """
-        self._check(row)
-        for name, of_decoder, size_bytes in (
-            ("steps", "step", ctypes.sizeof(Step)),
-            ("options", "options", ctypes.sizeof(SampleOptions)),
-            ("seen", "seen", self._seen_bytes),
-        ):
-            self._copy(self._place(name, row), decoder.buffers[of_decoder].value, size_bytes)
-        self._upload("cells", row, cells)
-
     def move_row(self, from_row: int, to_row: int) -> None:
         """Puts a row's sequence into another row as well, in order with the steps; so that rows stay dense.
 
@@ -189,12 +175,16 @@ class BatchDecoder:
         """
         self._check(n_rows - 1)
         if n_rows not in self._graphs:
-            self._sized.resize(n_rows)
+            self.resize(n_rows)
             self._graphs[n_rows] = capture(self._device, (launch for _, launch in self.launches))
         if number != self._number:
             self._device.upload(self.buffers["step"].value, np.frombuffer(bytearray(Step(number, 0, 0)), np.uint8))
         launch_graph(self._device, self._graphs[n_rows])
         self._number = number + 1
+
+    def resize(self, n_rows: int) -> None:
+        """Makes `launches` those of so many rows; graphs stay what they are."""
+        self._sized.resize(n_rows)
 
     def close(self) -> None:
         """Frees the memory; nothing may run."""

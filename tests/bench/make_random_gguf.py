@@ -301,17 +301,22 @@ class Contents:
         return self._pools[kind, std]
 
 
+def header(shape: Shape, options: Options) -> tuple[bytes, int]:
+    """What the file has before the tensors' bytes, and how many these are."""
+    offset, headers = 0, []
+    for tensor in plan(shape, options):
+        headers.append(Tensor(tensor.name, tensor.dims, int(tensor.type), b"", offset))
+        offset += -(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT
+    return build(metadata(shape, options), headers), offset
+
+
 def write_model(path: Path, shape: Shape, options: Options) -> int:
     """Writes the file; returns its size in bytes."""
     tensors = plan(shape, options)
     contents = Contents(tensors, options)
-    offset, headers = 0, []
-    for tensor in tensors:
-        headers.append(Tensor(tensor.name, tensor.dims, int(tensor.type), b"", offset))
-        offset += -(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        write_all(descriptor, [np.frombuffer(build(metadata(shape, options), headers), np.uint8)])
+        write_all(descriptor, [np.frombuffer(header(shape, options)[0], np.uint8)])
         for tensor in tensors:
             write_all(descriptor, list(contents.pieces(tensor)))
             write_all(descriptor, [np.zeros(-tensor.size_bytes % ALIGNMENT, np.uint8)])

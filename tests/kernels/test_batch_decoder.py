@@ -3,18 +3,16 @@
 import ctypes
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from strata_kernels.compiler import SOURCES as KERNELS
-from strata_kernels.structs import RING_WORDS, Heat, KvCells, SampleOptions, Step
+from strata_kernels.structs import RING_WORDS, Heat, KvCells, SampleOptions
 
 from strata_client.gpu import batch_decoder, decoder
 from strata_client.gpu.batch_decoder import BatchDecoder
-from strata_client.gpu.decoder import Buffers
 from strata_client.gpu.stage import KV_TYPES
 from strata_client.models.base import F32, U8
 from strata_client.models.gguf_file import open_model_file
@@ -183,21 +181,6 @@ def test_steps_run_ahead(run: Run) -> None:
         run.decoder.launch(2, number)
     run.device.synchronize()
     assert [run.decoder.ring[number % RING_WORDS, :2].tolist() for number in numbers] == wanted
-
-
-def test_a_sequence_of_a_decoder(run: Run) -> None:
-    """A row takes the token, position, options and seen tokens that a decoder has by then."""
-    options = SampleOptions(2, 1, 0, 3, 8, 0, 0)
-    run.decoder.set_row(0, run.cells[0], 0, 30, options, run.seen([30, 4, 5]))
-    wanted = [run.step(1)[0] for _ in range(6)]
-    sizes = {"step": ctypes.sizeof(Step), "options": ctypes.sizeof(SampleOptions), "seen": run.seen([]).nbytes}
-    buffers = Buffers(sizes)
-    for name, data in (("step", bytes(Step(1, 0, 30))), ("options", bytes(options)), ("seen", run.seen([30, 4, 5]))):
-        run.device.upload(buffers[name].value, np.frombuffer(data, np.uint8))
-    run.begin(0, 1, 3)
-    run.decoder.take_row(1, run.cells[2], cast(Any, SimpleNamespace(buffers=buffers)))
-    assert [[run.step(2)[0][1]] for _ in range(6)] == wanted
-    buffers.close()
 
 
 def test_in_place(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
