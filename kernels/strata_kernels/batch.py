@@ -1,6 +1,7 @@
 """Shapes of the kernels that evaluate one token of each of several sequences: grids, and shared memory."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 ROWS_MAX = 64
 """Sequences of a step: an expert's rows are one `GroupTile`."""
@@ -15,8 +16,23 @@ ROUTE_EXPERTS = 16
 ROW_THREADS = 256
 
 _STATIC_BYTES = 12 * 1024  # what the kernels have beside it, generously
-_BLOCKS_MAX = 3  # on a multiprocessor, by registers
+_BLOCKS = 2  # over experts, on a multiprocessor
+_RESERVED_BYTES = 1024  # of each block
+_STAGES_MAX = 4
 _SPLITS_MIN = 8
+
+
+class ExpertShape(NamedTuple):
+    """A launch of ``gate_up_rows`` or ``down_rows``: blocks at most, and shared memory in stages."""
+
+    blocks: int
+    stages: int
+    stage_bytes: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """0: ``batch_matmul_in_place.cu`` has the kernel."""
+        return self.stages * self.stage_bytes
 
 
 def staged_bytes(row_bytes: Sequence[int], shared_bytes_max: int) -> int:
@@ -28,10 +44,19 @@ def staged_bytes(row_bytes: Sequence[int], shared_bytes_max: int) -> int:
     return wanted if wanted <= shared_bytes_max - _STATIC_BYTES else 0
 
 
-def expert_blocks(multiprocessors: int, shared_bytes_max: int, staged: int) -> int:
-    """Blocks of ``gate_up_rows`` and ``down_rows``, which share the strips: as many as the GPU runs at once."""
-    beside = shared_bytes_max // (staged + _STATIC_BYTES)
-    return multiprocessors * max(1, min(beside, _BLOCKS_MAX))
+def expert_shape(multiprocessors: int, shared_bytes_max: int, row_bytes: Sequence[int]) -> ExpertShape:
+    """For strips of matrices with rows of so many bytes: as many blocks as the GPU runs at once, which share them.
+
+    Each has strips on their way while it multiplies others, where shared memory allows.
+    """
+    staged = staged_bytes(row_bytes, shared_bytes_max)
+    if not staged:
+        return ExpertShape(multiprocessors * _BLOCKS, 1, 0)
+    whole = shared_bytes_max + _RESERVED_BYTES
+    stages = (whole // _BLOCKS - _RESERVED_BYTES - _STATIC_BYTES) // staged
+    stages = max(1, min(stages, _STAGES_MAX))
+    beside = whole // (stages * staged + _STATIC_BYTES + _RESERVED_BYTES)
+    return ExpertShape(multiprocessors * max(1, min(beside, _BLOCKS)), stages, staged)
 
 
 def attend_splits(multiprocessors: int, n_kv_heads: int, rows_max: int) -> int:

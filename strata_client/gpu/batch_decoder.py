@@ -259,9 +259,11 @@ class BatchDecoder:
 
         def experts(name: str, strips: int, row_bytes: list[int], *args: Any) -> tuple[str, Launch]:
             """Of a kernel over the chosen experts, with so many pairs of strips each."""
-            staged = batch.staged_bytes(row_bytes, self._device.shared_bytes_max)
-            blocks = batch.expert_blocks(self._device.multiprocessors, self._device.shared_bytes_max, staged)
-            return launch_staged(name, lambda n: min(blocks, min(n * top_k, n_experts) * strips), *args, staged=staged)
+            shape = batch.expert_shape(self._device.multiprocessors, self._device.shared_bytes_max, row_bytes)
+            return launch_staged(
+                name, lambda n: min(shape.blocks, min(n * top_k, n_experts) * strips),
+                *args, shape.stages, shape.stage_bytes, staged=shape.shared_bytes,
+            )  # fmt: skip
 
         yield launch(
             "begin_rows", lambda n: n, params.head_dim // 2,

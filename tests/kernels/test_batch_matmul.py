@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
-from strata_kernels.batch import STRIP_ROWS, THREADS, matmul_blocks, staged_bytes
+from strata_kernels.batch import STRIP_ROWS, THREADS, expert_shape, matmul_blocks, staged_bytes
 from strata_kernels.prompt import Groups
 from strata_kernels.reference import swiglu
 from strata_kernels.structs import Matrix
@@ -120,8 +120,10 @@ def test_experts(
     types = [kind.name for kind in set(kinds)]
 
     hidden = np.full((n * top_k, d_expert), np.nan, np.float16)
+    stages = 1 if in_place else int(rng.integers(1, 5))
     args = [x, groups, table, int(kinds[0]), int(kinds[1]), hidden, n_experts, top_k, d_model, d_expert]
-    shared = shared_bytes(in_place, (kinds[0], d_model), (kinds[1], d_model))
+    staged = shared_bytes(in_place, (kinds[0], d_model), (kinds[1], d_model))
+    args, shared = [*args, stages, staged], stages * staged
     grid = int(rng.choice([1, 5, 64, len(tiles) * d_expert // STRIP_ROWS + 3]))
     kernels.run(source(in_place), "gate_up_rows", grid, THREADS, args, shared, types=types)
     wanted = np.stack(
@@ -134,7 +136,8 @@ def test_experts(
 
     y = np.full((n * top_k, d_model), np.nan, np.float32)
     args = [hidden, groups, table, int(kinds[2]), y, n_experts, d_model, d_expert]
-    shared = shared_bytes(in_place, (kinds[2], d_expert), (kinds[2], d_expert))
+    staged = shared_bytes(in_place, (kinds[2], d_expert), (kinds[2], d_expert))
+    args, shared = [*args, stages, staged], stages * staged
     kernels.run(source(in_place), "down_rows", grid, THREADS, args, shared, types=types)
     given = hidden.astype(np.float32) / HIDDEN_SCALE
     wanted = np.zeros_like(y)
@@ -155,6 +158,19 @@ def test_large_results(kernels: KernelRunner) -> None:
     groups = Groups(kernels.address(pairs), kernels.address(first_tiles), kernels.address(tiles))
     x = np.full((1, d_model), 2, np.float16)
     hidden = np.full((1, d_expert), np.nan, np.float16)
-    args = [x, groups, table, int(Type.F32), int(Type.F32), hidden, 1, 1, d_model, d_expert]
+    args = [x, groups, table, int(Type.F32), int(Type.F32), hidden, 1, 1, d_model, d_expert, 1, 0]
     kernels.run("batch_matmul_in_place.cu", "gate_up_rows", 1, THREADS, args, types=["F32"])
     assert hidden[0].tolist() == [40000.0, 65504.0, *[0.0] * (d_expert - 2)]
+
+
+@pytest.mark.parametrize(
+    "row_bytes, stages, blocks, in_place",
+    [((1152, 1152), 2, 2, False), ((432, 432), 4, 2, False), ((630, 630), 4, 2, False), ((4096, 4096), 1, 1, False),
+     ((8192, 8192), 1, 2, True)],
+)  # fmt: skip
+def test_shapes_over_experts(row_bytes: tuple[int, ...], stages: int, blocks: int, in_place: bool) -> None:
+    """As many stages as two blocks of a multiprocessor can have; one block where two do not fit."""
+    shape = expert_shape(132, SHARED_BYTES_MAX, row_bytes)
+    assert (shape.stages, shape.blocks) == (stages, 132 * blocks)
+    assert (shape.shared_bytes == 0) == in_place
+    assert shape.shared_bytes <= SHARED_BYTES_MAX
