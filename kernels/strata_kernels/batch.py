@@ -8,7 +8,8 @@ ROWS_MAX = 64
 
 STRIP_ROWS = 16
 THREADS = 256
-"""``batch_tile.cuh``."""
+DENSE_ROWS = 16
+"""``batch_tile.cuh`` and ``batch_matmul.cu``; `DENSE_ROWS` sequences are multiplied at once."""
 
 ROUTE_EXPERTS = 16
 """``batch_rows.cu``: experts that a block of ``route_rows`` scores."""

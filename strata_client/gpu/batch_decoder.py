@@ -98,6 +98,7 @@ class BatchDecoder:
         self._attend_bytes = -(-self._attend_bytes // 16) * 16
         self._sample_bytes = -(-structs.sample_workspace_bytes(params.n_tokens) // 16) * 16
         pairs_bytes, first_tiles_bytes, tiles_bytes = Groups.sizes_bytes(n, params.n_experts, params.top_k)
+        padded = -(-n // batch.DENSE_ROWS) * batch.DENSE_ROWS
         self.buffers = Buffers(
             {
                 "step": ctypes.sizeof(Step),  # of which the number counts
@@ -108,8 +109,9 @@ class BatchDecoder:
                 "rope": n * params.head_dim * 4,
                 "x": n * params.d_model * 4,
                 "normed": n * params.d_model * 2,
+                "normed_in_eights": padded * params.d_model * 2,
                 "qkv": n * (d_attention + 2 * d_kv) * 4,
-                "attended": n * d_attention * 2,
+                "attended": padded * d_attention * 2,  # in eights
                 "attend": n * self._attend_bytes,
                 "scores": n * params.n_experts * 4,
                 "arrived": (n + 1) * 4,
@@ -226,6 +228,7 @@ class BatchDecoder:
         eps = ctypes.c_float(params.rms_eps)
         none = Matrix(0, 0, 0)
         x, normed, qkv = buffers["x"], buffers["normed"], buffers["qkv"]
+        in_eights = buffers["normed_in_eights"]
         steps = buffers["steps"]
         groups = Groups(*(buffers[name].value for name in ("pairs", "first_tiles", "tiles")))
 
@@ -245,7 +248,7 @@ class BatchDecoder:
         def matmul(
             name: str, rows: ctypes.c_uint64, k: int, *matrices: str, out: ctypes.c_uint64, out_stride: int, add: bool
         ) -> tuple[str, Launch]:
-            """out [n][out_stride] = or += the products of rows of float16 [n][k] with up to three matrices."""
+            """out [n][out_stride] = or += the products of rows in eights, of k values, with up to three matrices."""
             found = [weights.matrix(matrix) for matrix in matrices]
             staged = batch.staged_bytes(
                 [max(weights.row_bytes(matrix) for matrix in matrices)], self._device.shared_bytes_max
@@ -256,6 +259,13 @@ class BatchDecoder:
                 staged=staged,
             )  # fmt: skip
             return name, prepared
+
+        def combine(norm: str, of_experts: int) -> tuple[str, Launch]:
+            """Adds the results of so many experts to each row, and norms it for a dense product."""
+            return launch(
+                "combine_rows", lambda n: n, batch.ROW_THREADS,
+                x, buffers["results"], buffers["weights"], weights.vector(norm), in_eights, d_model, of_experts, eps,
+            )  # fmt: skip
 
         def experts(name: str, strips: int, row_bytes: list[int], *args: Any) -> tuple[str, Launch]:
             """Of a kernel over the chosen experts, with so many pairs of strips each."""
@@ -275,15 +285,12 @@ class BatchDecoder:
             weights.matrix("token_embd.weight"), ctypes.c_uint64(steps.value + Step.token.offset),
             ctypes.sizeof(Step) // 4, x, n, d_model,
         )  # fmt: skip
-        yield launch(
-            "rms_norm_prompt", lambda n: n, prompt.ROW_THREADS,
-            x, weights.vector("blk.0.attn_norm.weight"), normed, ctypes.c_uint64(0), n, d_model, eps,
-        )  # fmt: skip
+        yield combine("blk.0.attn_norm.weight", 0)
         attend = attention.attend_shape(self._kv_type, params.head_dim, params.n_heads // params.n_kv_heads)
         for layer in range(params.n_layers):
             blk = f"blk.{layer}."
             yield matmul(
-                "qkv", normed, d_model, *(f"{blk}attn_{name}.weight" for name in "qkv"),
+                "qkv", in_eights, d_model, *(f"{blk}attn_{name}.weight" for name in "qkv"),
                 out=qkv, out_stride=d_qkv, add=False,
             )  # fmt: skip
             yield launch(
@@ -320,13 +327,9 @@ class BatchDecoder:
                 buffers["hidden"], groups, table, down_type, buffers["results"], n_experts, d_model, d_expert,
             )  # fmt: skip
             last = layer == params.n_layers - 1
-            norm = "output_norm.weight" if last else f"blk.{layer + 1}.attn_norm.weight"
-            yield launch(
-                "combine_rows", lambda n: n, batch.ROW_THREADS,
-                x, buffers["results"], buffers["weights"], weights.vector(norm), normed, d_model, top_k, eps,
-            )  # fmt: skip
+            yield combine("output_norm.weight" if last else f"blk.{layer + 1}.attn_norm.weight", top_k)
         yield matmul(
-            "head", normed, d_model, "token_embd.weight" if self._model.tied_output else "output.weight",
+            "head", in_eights, d_model, "token_embd.weight" if self._model.tied_output else "output.weight",
             out=buffers["logits"], out_stride=params.n_vocab, add=False,
         )  # fmt: skip
         blocks = structs.sample_blocks(params.n_tokens)

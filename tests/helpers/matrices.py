@@ -57,3 +57,16 @@ def unpack_activation(packed: U8, n: int) -> tuple[F32, F32, F32, F32]:
     scales, sums, squares = packed[6 * n :].view(np.float32).reshape(3, n // 16)
     rounded = (256 * high + low).reshape(-1, 16) * scales[:, None]
     return values, rounded.reshape(-1), sums, squares
+
+
+def in_eights(rows: npt.NDArray[np.float16], padded: int = 16) -> npt.NDArray[np.float16]:
+    """Rows float16 `[n, k]` as `eights.cuh` lays them out, padded with NaNs to a multiple of so many."""
+    n, k = rows.shape
+    whole = np.full((-(-n // padded) * padded, k), np.nan, np.float16)
+    whole[:n] = rows
+    return np.ascontiguousarray(whole.reshape(-1, 8, k // 8, 8).transpose(0, 2, 1, 3))
+
+
+def from_eights(values: npt.NDArray[np.float16], n: int) -> npt.NDArray[np.float16]:
+    """The first n rows `[n, k]` of those that lie in eights, float16 `[n_eights, k / 8, 8, 8]`."""
+    return values.transpose(0, 2, 1, 3).reshape(-1, 8 * values.shape[1])[:n]

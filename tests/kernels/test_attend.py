@@ -21,7 +21,7 @@ from strata_kernels.structs import Activation, KvCells, Step
 from tests.helpers.kernel_bounds import check
 from tests.helpers.kernel_runner import GpuRunner, KernelRunner
 from tests.helpers.kv_cells import SlabCells
-from tests.helpers.matrices import unpack_activation
+from tests.helpers.matrices import from_eights, in_eights, unpack_activation
 from vmmd.errors import InvalidRequest
 
 F32 = npt.NDArray[np.float32]
@@ -159,7 +159,7 @@ def test_rows(kernels: KernelRunner, rng: np.random.Generator, kind: str, heads:
     alone = rows[0].workspace(n_splits)
     workspace = np.full((len(rows), -(-alone.nbytes // 16) * 16), 0xFF, np.uint8)
     workspace[:, : alone.nbytes] = alone
-    out = np.full((len(rows), n), np.nan, np.float16)
+    out = in_eights(np.full((len(rows), n), np.nan, np.float16), 8)
     q = kernels.address(qkv)
     argument = AttendRowsArguments(
         q, q + 4 * n, q + 4 * (n + d_kv), kernels.address(rows[0].q_norm), kernels.address(rows[0].k_norm),
@@ -169,7 +169,7 @@ def test_rows(kernels: KernelRunner, rng: np.random.Generator, kind: str, heads:
     shape = attend_shape(kind, heads[0], shape_of_heads.group)
     name, grid = shape.name.replace("attend_", "attend_rows_"), (heads[2], n_splits, len(rows))
     kernels.run(f"attend_rows_{kind}.cu", name, grid, shape.threads, [argument], shape.shared_bytes)
-    for row, found in zip(rows, out, strict=True):
+    for row, found in zip(rows, from_eights(out, len(rows)), strict=True):
         row.check_new_cell()
         check(f"attend_rows_{kind}", found.astype(np.float32).reshape(row.q.shape), row.wanted())
         assert np.array_equal(found, row.run(n_splits).astype(np.float16).ravel())

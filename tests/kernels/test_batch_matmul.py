@@ -14,7 +14,7 @@ from strata_kernels.structs import Matrix
 
 from tests.helpers.kernel_bounds import check
 from tests.helpers.kernel_runner import KernelRunner
-from tests.helpers.matrices import random_matrix
+from tests.helpers.matrices import in_eights, random_matrix
 from tests.helpers.tensor_blocks import KINDS
 
 F32 = npt.NDArray[np.float32]
@@ -56,7 +56,7 @@ def test_every_type(kernels: KernelRunner, rng: np.random.Generator, in_place: b
     x = rng.standard_normal((n, k)).astype(np.float16)
     y = np.full((n, rows), np.nan, np.float32)
     matrix, none = Matrix(kernels.address(raw), int(kind), rows), Matrix(0, 0, 0)
-    args = [x, matrix, none, none, y, n, k, rows, 0]
+    args = [in_eights(x), matrix, none, none, y, n, k, rows, 0]
     grid, shared = matmul_blocks(rows), shared_bytes(in_place, (kind, k))
     kernels.run(source(in_place), "matmul_rows", grid, THREADS, args, shared, types=[kind.name])
     check("matmul_rows", y, x.astype(np.float32) @ values.T)
@@ -79,7 +79,7 @@ def test_three_matrices(
 
     def product(x: npt.NDArray[np.float16], before: F32, add: int) -> F32:
         y = before.copy()
-        args: list[Any] = [np.ascontiguousarray(x), *matrices, y, len(x), k, stride, add]
+        args: list[Any] = [in_eights(x), *matrices, y, len(x), k, stride, add]
         kernels.run(source(in_place), "matmul_rows", grid, THREADS, args, shared, types=types)
         assert np.array_equal(y[:, sum(rows) :], before[:, sum(rows) :])
         return y[:, : sum(rows)]

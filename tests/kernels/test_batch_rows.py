@@ -13,7 +13,7 @@ from strata_kernels.structs import Heat, Matrix, Step
 
 from tests.helpers.kernel_bounds import check
 from tests.helpers.kernel_runner import KernelRunner
-from tests.helpers.matrices import random_matrix
+from tests.helpers.matrices import from_eights, in_eights, random_matrix
 
 SOURCE = "batch_rows.cu"
 EPS = np.float32(1e-6)
@@ -84,14 +84,15 @@ def test_route(
     assert np.array_equal(shared, np.where(found, counts, 0))
 
 
-@pytest.mark.parametrize("n, top_k, d", [(1, 1, 32), (5, 8, 2048), (3, 16, 96)])
+@pytest.mark.parametrize("n, top_k, d", [(1, 1, 32), (11, 8, 2048), (3, 16, 96), (2, 0, 64)])
 def test_combine(kernels: KernelRunner, rng: np.random.Generator, n: int, top_k: int, d: int) -> None:
-    """The experts' results are added by weight, and the sums handed on normed."""
+    """The experts' results are added by weight, and the sums, or the rows as they are, handed on normed."""
     x, y = rng.standard_normal((n, d)).astype(np.float32), rng.standard_normal((n, top_k, d)).astype(np.float32)
     weights, norm = rng.random((n, top_k)).astype(np.float32), rng.standard_normal(d).astype(np.float32)
     wanted = x + np.einsum("nk,nkd->nd", weights, y)
-    halves = nans(n, d, dtype=np.float16)
+    halves = in_eights(np.full((n, d), np.nan, np.float16), 8)
     args = [x, y, weights, norm, halves, d, top_k, EPS]
     kernels.run(SOURCE, "combine_rows", n, batch.ROW_THREADS, args)
     check("combine_prompt", x, wanted)
-    check("norm_rows", halves.astype(np.float32), rms_norm(wanted, norm, EPS))
+    check("norm_rows", from_eights(halves, n).astype(np.float32), rms_norm(wanted, norm, EPS))
+    assert np.isnan(from_eights(halves, 16)[n:]).all()

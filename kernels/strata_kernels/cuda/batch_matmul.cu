@@ -5,8 +5,8 @@
 // gate_up_rows  h = silu(W_gate x) * (W_up x), by expert           reference.expert_ffn
 // down_rows     y = W_down h, by expert                            reference.expert_ffn
 //
-// Shapes: x and h float16, matrices as GGUF lays them out, y float32, all row by row, aligned to 16 bytes. Rows are multiples
-// of 32 values and of the types' block sizes; d_model is a multiple of 32, d_expert of 16. `groups` as route_rows leaves them.
+// Shapes: x and h float16, matrices as GGUF lays them out, y float32, all row by row but for x of matmul_rows, aligned to 16
+// bytes. Rows are multiples of 32 values and of the types' block sizes; d_model is a multiple of 32, d_expert of 16. `groups` as route_rows leaves them.
 // h is HIDDEN_SCALE times what it stands for: so it reaches as far as a million.
 // Launch geometry: stands at each kernel; blocks of 256 threads. Dynamic shared memory: that of strata_kernels.batch, for
 // rows that are copied there, whole and at once, and multiplied when they have come; batch_matmul_in_place.cu has the same
@@ -95,7 +95,7 @@ __device__ __forceinline__ void each_item(uint8_t* memory, int stages, int stage
 using namespace strata;
 
 // y float32 [n][y_stride] = x W^T for the rows of up to three matrices, one after the other; with `add`, y += x W^T.
-// Matrices that are not there have no rows.
+// Matrices that are not there have no rows. x lies in eights (eights.cuh), with room for whole 16 rows, whatever is there.
 // Launch: sum of ceil(rows / 16) blocks.
 extern "C" __global__ void __launch_bounds__(BATCH_THREADS, 2)
     matmul_rows(const __half* x, Matrix first, Matrix second, Matrix third, float* y, int n, int k, int y_stride,
@@ -126,17 +126,15 @@ extern "C" __global__ void __launch_bounds__(BATCH_THREADS, 2)
     wait_for_copies<0>();
     __syncthreads();
 #pragma unroll 1
-    for (int begin = 0; begin < n; begin += DENSE_EIGHTS * MMA_TOKENS) {
+    for (int begin = 0; begin < n; begin += DENSE_EIGHTS * EIGHT) {
       const __half* tokens[DENSE_EIGHTS];
 #pragma unroll
-      for (int eight = 0; eight < DENSE_EIGHTS; ++eight) {
-        tokens[eight] = x + static_cast<int64_t>(min(begin + eight * MMA_TOKENS + g, n - 1)) * k;
-      }
+      for (int eight = 0; eight < DENSE_EIGHTS; ++eight) tokens[eight] = x + place_in_eights(begin + eight * EIGHT + g, 0, k);
       FewSums<DENSE_EIGHTS> sums;
-      multiply_few<F>(strip, count, k, warp, BATCH_WARPS, tokens, sums);
+      multiply_few<F, EIGHT>(strip, count, k, warp, BATCH_WARPS, tokens, sums);
       of_warps.store(sums);
       __syncthreads();
-      static_assert(DENSE_EIGHTS * MMA_TOKENS * STRIP_ROWS == BATCH_THREADS, "a result for each thread");
+      static_assert(DENSE_EIGHTS * EIGHT * STRIP_ROWS == BATCH_THREADS, "a result for each thread");
       const int token = threadIdx.x / STRIP_ROWS, row = threadIdx.x % STRIP_ROWS;
       if (begin + token < n && row < count) {
         const float sum = of_warps.add<BATCH_WARPS>(0, token, row);
@@ -177,18 +175,18 @@ extern "C" __global__ void __launch_bounds__(BATCH_THREADS, 2)
     const int count = item.tile.count, first_row_of_tile = item.tile.first_row;
     const uint8_t* strip = item.strips[matrix].find(shared);
 #pragma unroll 1
-    for (int begin = 0; begin < count; begin += MMA_TOKENS) {
+    for (int begin = 0; begin < count; begin += EIGHT) {
       const int pair = groups.pairs[first_row_of_tile + min(begin + g, count - 1)];
       const __half* const tokens[1] = {x + static_cast<int64_t>(pair / top_k) * d_model};
       FewSums<1> sums;
       with_type(type, [&](auto format) {
-        multiply_few<decltype(format)>(strip, STRIP_ROWS, d_model, warp % EXPERT_PARTS, EXPERT_PARTS, tokens,
+        multiply_few<decltype(format), 1>(strip, STRIP_ROWS, d_model, warp % EXPERT_PARTS, EXPERT_PARTS, tokens,
                                        sums);
       });
       of_warps.store(sums);
       __syncthreads();
       const int token = begin + threadIdx.x / STRIP_ROWS, row = threadIdx.x % STRIP_ROWS;
-      if (threadIdx.x < MMA_TOKENS * STRIP_ROWS && token < count) {
+      if (threadIdx.x < EIGHT * STRIP_ROWS && token < count) {
         const float gate = of_warps.add<EXPERT_PARTS>(0, token - begin, row);
         const float up = of_warps.add<EXPERT_PARTS>(EXPERT_PARTS, token - begin, row);
         const float value = HIDDEN_SCALE * (__fdividef(gate, 1.0f + expf(-gate)) * up);
@@ -227,17 +225,17 @@ extern "C" __global__ void __launch_bounds__(BATCH_THREADS, 2)
     const int count = item.tile.count, first_row_of_tile = item.tile.first_row;
     const uint8_t* strip = item.strips[mine].find(shared);
 #pragma unroll 1
-    for (int begin = 0; begin < count; begin += MMA_TOKENS) {
+    for (int begin = 0; begin < count; begin += EIGHT) {
       const __half* const tokens[1] = {h + static_cast<int64_t>(first_row_of_tile + min(begin + g, count - 1)) * d_expert};
       FewSums<1> sums;
       with_type(type, [&](auto format) {
-        multiply_few<decltype(format)>(strip, STRIP_ROWS, d_expert, warp % EXPERT_PARTS, EXPERT_PARTS, tokens,
+        multiply_few<decltype(format), 1>(strip, STRIP_ROWS, d_expert, warp % EXPERT_PARTS, EXPERT_PARTS, tokens,
                                        sums);
       });
       of_warps.store(sums);
       __syncthreads();
-      const int half = threadIdx.x / (MMA_TOKENS * STRIP_ROWS), row = threadIdx.x % STRIP_ROWS;
-      const int token = begin + threadIdx.x / STRIP_ROWS % MMA_TOKENS;
+      const int half = threadIdx.x / (EIGHT * STRIP_ROWS), row = threadIdx.x % STRIP_ROWS;
+      const int token = begin + threadIdx.x / STRIP_ROWS % EIGHT;
       if (token < count) {
         const float sum = of_warps.add<EXPERT_PARTS>(half * EXPERT_PARTS, token - begin, row);
         const int64_t pair = groups.pairs[first_row_of_tile + token];

@@ -7,6 +7,7 @@
 //
 // Shapes: x float32 [n][d], d a multiple of 32; n at most TILE_TOKENS, so each expert's rows are one tile.
 // Launch geometry: stands at each kernel. Accumulation: float32; a row's squares by thread, then by warp, then over the warps.
+#include "eights.cuh"
 #include "heat.cuh"
 #include "prompt_groups.cuh"
 #include "rope.cuh"
@@ -156,8 +157,8 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
   group(experts, static_cast<int>(gridDim.y) * top_k, n_experts, groups, heat, counts);
 }
 
-// x float32 [n][d] += sum over rank of weights[n][top_k] * y[n][top_k][d], in the order of the ranks; normed float16 [n][d] =
-// rms_norm(x) * norm.
+// x float32 [n][d] += sum over rank of weights[n][top_k] * y[n][top_k][d], in the order of the ranks; normed float16 [n][d] in
+// eights = rms_norm(x) * norm. With a top_k of 0 the rows are normed as they are.
 // Launch: n blocks of 256 threads.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     combine_rows(float* x, const float* y, const float* weights, const float* norm, __half* normed, int d, int top_k,
@@ -176,6 +177,6 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
   }
   const float factor = rsqrtf(__fdividef(block_sum(square, sums), static_cast<float>(d)) + eps);
   for (int i = threadIdx.x; i < d / 4; i += ROW_THREADS) {
-    store_halves(normed + row * d + 4 * i, times(values[i], factor, reinterpret_cast<const float4*>(norm)[i]));
+    store_halves(normed + place_in_eights(row, 4 * i, d), times(values[i], factor, reinterpret_cast<const float4*>(norm)[i]));
   }
 }

@@ -11,6 +11,7 @@
 // become its largest number. Sums are float32.
 #pragma once
 
+#include "eights.cuh"
 #include "prompt_tile.cuh"
 #include "rows.cuh"
 
@@ -18,7 +19,6 @@ namespace strata {
 
 constexpr int BATCH_THREADS = 256;
 constexpr int BATCH_WARPS = BATCH_THREADS / 32;
-constexpr int MMA_TOKENS = 8;
 
 // What a weight is multiplied by when it becomes a float16.
 template <typename F>
@@ -73,28 +73,14 @@ __device__ __forceinline__ void decode_magnified(const typename F::Raw& raw, int
   }
 }
 
-// N values, as wide as they may be read.
-template <int N>
-__device__ __forceinline__ void load_values(const __half* from, uint32_t (&to)[N / 2]) {
-#pragma unroll
-  for (int i = 0; i < N / 2; i += N < 8 ? 2 : 4) {
-    if constexpr (N < 8) {
-      const uint2 v = *reinterpret_cast<const uint2*>(from + 2 * i);
-      to[i] = v.x, to[i + 1] = v.y;
-    } else {
-      const uint4 v = *reinterpret_cast<const uint4*>(from + 2 * i);
-      to[i] = v.x, to[i + 1] = v.y, to[i + 2] = v.z, to[i + 3] = v.w;
-    }
-  }
-}
-
 // A warp's products: lane 4 g + t has of rows g (0, 1) and g + 8 (2, 3) those with tokens 2 t and 2 t + 1 of each eight.
 template <int EIGHTS>
 using FewSums = float[EIGHTS][4];
 
 // The products of up to 16 rows of k values, `count` of them, with 8 EIGHTS tokens. Lane 4 g + t gives where the row of float16
-// [k] of token g of each eight begins, aligned to 16 bytes. `parts` warps share the columns; this is number `part`.
-template <typename F, int EIGHTS>
+// [k] of token g of each eight begins, aligned to 16 bytes; PITCH times 8 values from each 8 of its columns to the next. `parts`
+// warps share the columns; this is number `part`.
+template <typename F, int PITCH, int EIGHTS>
 __device__ __forceinline__ void multiply_few(const uint8_t* strip, int count, int k, int part, int parts,
                                              const __half* const (&tokens)[EIGHTS], FewSums<EIGHTS>& sums) {
   // A lane takes two neighbouring groups where these may share their scales, which are then decoded once.
@@ -126,7 +112,15 @@ __device__ __forceinline__ void multiply_few(const uint8_t* strip, int count, in
         uint32_t values[EIGHTS][F::RUN / 2];
 #pragma unroll
         for (int eight = 0; eight < EIGHTS; ++eight) {
-          load_values<F::RUN>(tokens[eight] + column + run * F::STRIDE, values[eight]);
+          static_assert(F::RUN % 8 == 0, "runs are read by eights");
+#pragma unroll
+          for (int i = 0; i < F::RUN; i += 8) {
+            const uint4 v = *reinterpret_cast<const uint4*>(tokens[eight] + (column + run * F::STRIDE + i) * PITCH);
+            values[eight][i / 2] = v.x;
+            values[eight][i / 2 + 1] = v.y;
+            values[eight][i / 2 + 2] = v.z;
+            values[eight][i / 2 + 3] = v.w;
+          }
         }
 #pragma unroll
         for (int i = 0; i < F::RUN / 2; i += 2) {
@@ -150,7 +144,7 @@ template <int EIGHTS>
 struct SumsOfWarps {
   static constexpr int PITCH = STRIP_ROWS + 4;  // stores of a warp meet different banks
 
-  float values[BATCH_WARPS][EIGHTS * MMA_TOKENS][PITCH];
+  float values[BATCH_WARPS][EIGHTS * EIGHT][PITCH];
 
   __device__ __forceinline__ void store(const FewSums<EIGHTS>& sums) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -158,7 +152,7 @@ struct SumsOfWarps {
 #pragma unroll
     for (int eight = 0; eight < EIGHTS; ++eight) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) mine[eight * MMA_TOKENS + 2 * t + i % 2][g + i / 2 * 8] = sums[eight][i];
+      for (int i = 0; i < 4; ++i) mine[eight * EIGHT + 2 * t + i % 2][g + i / 2 * 8] = sums[eight][i];
     }
   }
 
