@@ -94,7 +94,7 @@ extern "C" __global__ void begin_rows(float2* table, const Step* step, Step* ste
 // normed float16 [n][k] = rms_norm(x) * weight; scores float32 [n][m.rows] of that, in float32; experts int32 [n][top_k],
 // likeliest first, and weights float32 [n][top_k]; `groups`. `arrived` uint32 [n + 1] is zero before and after.
 // Launch: (ceil(m.rows / 16), n) blocks of 256 threads, k * 4 bytes of shared memory.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2)
     route_rows(const float* x, const float* weight, Matrix m, __half* normed, float* scores, uint32_t* arrived,
                int* experts, float* weights, Groups groups, Heat heat, int k, int top_k, float eps) {
   DYNAMIC_SHARED(shared);
