@@ -11,10 +11,9 @@ THREADS = 256
 DENSE_ROWS = 16
 """``batch_tile.cuh`` and ``batch_matmul.cu``; `DENSE_ROWS` sequences are multiplied at once."""
 
-ROUTE_EXPERTS = 16
-"""``batch_rows.cu``: experts that a block of ``route_rows`` scores."""
-
+ROUTE_EXPERTS = 8
 ROW_THREADS = 256
+"""``batch_rows.cu``; `ROUTE_EXPERTS` are scored by a block of ``route_rows``."""
 
 _STATIC_BYTES = 12 * 1024  # what the kernels have beside it, generously
 _BLOCKS = 2  # over experts, on a multiprocessor
@@ -41,7 +40,7 @@ def staged_bytes(row_bytes: Sequence[int], shared_bytes_max: int) -> int:
 
     0 where they do not fit: ``batch_matmul_in_place.cu`` has kernels that read rows where they lie, at a lower rate.
     """
-    wanted = sum((STRIP_ROWS * size + 30) // 16 * 16 for size in row_bytes)
+    wanted = sum(_room_bytes(STRIP_ROWS * size) for size in row_bytes)
     return wanted if wanted <= shared_bytes_max - _STATIC_BYTES else 0
 
 
@@ -74,6 +73,17 @@ def route_grid(n: int, n_experts: int) -> tuple[int, int]:
     return -(-n_experts // ROUTE_EXPERTS), n
 
 
+def route_shared_bytes(k: int, row_bytes: int, shared_bytes_max: int) -> int:
+    """Of ``route_rows``, for rows of k values, of the router so many bytes: with room for these where it fits."""
+    wanted = 4 * k + _room_bytes(ROUTE_EXPERTS * row_bytes)
+    return wanted if wanted <= shared_bytes_max - _STATIC_BYTES else 4 * k
+
+
 def matmul_blocks(*rows: int) -> int:
     """Of ``matmul_rows``, for matrices of so many rows."""
     return sum(-(-count // STRIP_ROWS) for count in rows)
+
+
+def _room_bytes(size: int) -> int:
+    """For bytes that begin anywhere: `room_of` of ``rows.cuh``."""
+    return (size + 30) // 16 * 16

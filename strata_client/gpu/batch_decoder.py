@@ -309,11 +309,15 @@ class BatchDecoder:
                 out=x, out_stride=d_model, add=True,
             )  # fmt: skip
             at = layer * n_experts * 8
+            router = blk + "ffn_gate_inp.weight"
             yield launch(
                 "route_rows", lambda n: batch.route_grid(n, n_experts), batch.ROW_THREADS,
-                x, weights.vector(blk + "ffn_norm.weight"), weights.matrix(blk + "ffn_gate_inp.weight"), normed,
+                x, weights.vector(blk + "ffn_norm.weight"), weights.matrix(router), normed,
                 buffers["scores"], buffers["arrived"], buffers["experts"], buffers["weights"], groups,
-                Heat(self._heat.counts + at, self._heat.shared + at), d_model, top_k, eps, shared_bytes=4 * d_model,
+                Heat(self._heat.counts + at, self._heat.shared + at), d_model, top_k, eps,
+                shared_bytes=batch.route_shared_bytes(
+                    d_model, weights.row_bytes(router), self._device.shared_bytes_max
+                ),
             )  # fmt: skip
             table = ctypes.c_uint64(self._table + 3 * at)
             gate_type, up_type, down_type = map(int, self._model.expert_types(layer))

@@ -63,7 +63,9 @@ def test_route(
         Heat(kernels.address(counts), kernels.address(shared)), k, top_k, EPS,
     ]  # fmt: skip
     grid = batch.route_grid(n, n_experts)
-    kernels.run(SOURCE, "route_rows", grid, batch.ROW_THREADS, args, 4 * k, types=[kind.name])
+    shared_bytes_max = int(rng.choice([227 * 1024, 0]))  # rows of the router are copied, or not
+    shared_bytes = batch.route_shared_bytes(k, raw.shape[1], shared_bytes_max)
+    kernels.run(SOURCE, "route_rows", grid, batch.ROW_THREADS, args, shared_bytes, types=[kind.name])
     check("norm_rows", halves.astype(np.float32), normed)
     check("route_rows", scores, normed @ values.T)
     assert not arrived.any()

@@ -18,8 +18,7 @@
 
 namespace strata {
 
-constexpr int ROUTE_EXPERTS = 16;  // of a block
-constexpr int ROUTE_WARPS = ROW_THREADS / 32;
+constexpr int ROUTE_EXPERTS = ROW_THREADS / 32;  // of a block: one a warp
 
 // Whether this is the last of `n` blocks that come here; for all threads of a block. It sees what the others have stored.
 __device__ __forceinline__ bool is_last_of(uint32_t* arrived, uint32_t n) {
@@ -93,17 +92,23 @@ extern "C" __global__ void begin_rows(float2* table, const Step* step, Step* ste
 
 // normed float16 [n][k] = rms_norm(x) * weight; scores float32 [n][m.rows] of that, in float32; experts int32 [n][top_k],
 // likeliest first, and weights float32 [n][top_k]; `groups`. `arrived` uint32 [n + 1] is zero before and after.
-// Launch: (ceil(m.rows / 16), n) blocks of 256 threads, k * 4 bytes of shared memory.
+// Launch: (ceil(m.rows / 8), n) blocks of 256 threads, k * 4 bytes of shared memory; with more, for 8 rows of m, these are copied
+// there before the kernel waits.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2)
     route_rows(const float* x, const float* weight, Matrix m, __half* normed, float* scores, uint32_t* arrived,
                int* experts, float* weights, Groups groups, Heat heat, int k, int top_k, float eps) {
   DYNAMIC_SHARED(shared);
-  __shared__ float sums[ROUTE_WARPS];
+  __shared__ float sums[ROW_THREADS / 32];
   __shared__ float of_row[EXPERTS_MAX];
   __shared__ int counts[EXPERTS_MAX];
   __shared__ Routing routing;
   float* const values = reinterpret_cast<float*>(shared);  // x times weight
   const int row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_experts = m.rows;
+  const int first = blockIdx.x * ROUTE_EXPERTS, count = min(ROUTE_EXPERTS, n_experts - first);
+  const int64_t stride = row_bytes(m.type, k);
+  const uint8_t* rows = m.blocks + first * stride;
+  if (dynamic_shared_bytes() > 4 * k) rows = Stage{shared + 4 * k}.ask(rows, count * stride, threadIdx.x, ROW_THREADS);
+  commit_copies();
   wait_for_previous();
   let_next_start();
   const float4* from = reinterpret_cast<const float4*>(x + static_cast<int64_t>(row) * k);
@@ -113,6 +118,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2)
     square += square_of(v);
     reinterpret_cast<float4*>(values)[i] = times(v, 1.0f, reinterpret_cast<const float4*>(weight)[i]);
   }
+  wait_for_copies<0>();  // the sum has a barrier
   const float factor = rsqrtf(__fdividef(block_sum(square, sums), static_cast<float>(k)) + eps);
   if (blockIdx.x == 0) {
     for (int i = threadIdx.x; i < k / 4; i += ROW_THREADS) {
@@ -120,18 +126,15 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2)
       store_halves(normed + static_cast<int64_t>(row) * k + 4 * i, times(v, factor, make_float4(1.0f, 1.0f, 1.0f, 1.0f)));
     }
   }
-  with_type(m.type, [&](auto format) {
-    using F = decltype(format);
-    const int first = blockIdx.x * ROUTE_EXPERTS + warp;
-    for (int expert = first; expert < min((static_cast<int>(blockIdx.x) + 1) * ROUTE_EXPERTS, n_experts);
-         expert += ROUTE_WARPS) {
-      const uint8_t* blocks = m.blocks + expert * row_bytes<F>(k);
+  if (warp < count) {
+    with_type(m.type, [&](auto format) {
+      using F = decltype(format);
       float sum = 0.0f;
-#pragma unroll 2
+#pragma unroll 4
       for (int group = lane; group < k / F::VALUES; group += 32) {
         const int block = group / F::GROUPS, in_block = group % F::GROUPS;
         float w[F::VALUES];
-        dequantize_group<F>(blocks + static_cast<int64_t>(block) * F::BLOCK_BYTES, in_block, w, F::grid());
+        dequantize_group<F>(rows + warp * stride + static_cast<int64_t>(block) * F::BLOCK_BYTES, in_block, w, F::grid());
         const float* v = values + block * F::BLOCK_VALUES + F::first(in_block);
 #pragma unroll
         for (int i = 0; i < F::VALUES; i += 4) {
@@ -140,9 +143,9 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2)
         }
       }
       sum = factor * warp_sum(sum);
-      if (lane == 0) scores[row * n_experts + expert] = sum;
-    }
-  });
+      if (lane == 0) scores[row * n_experts + first + warp] = sum;
+    });
+  }
   if (!is_last_of(arrived + 1 + row, gridDim.x)) return;
   for (int expert = threadIdx.x; expert < n_experts; expert += ROW_THREADS) {
     of_row[expert] = __ldcg(scores + row * n_experts + expert);
@@ -163,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2)
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     combine_rows(float* x, const float* y, const float* weights, const float* norm, __half* normed, int d, int top_k,
                  float eps) {
-  __shared__ float sums[ROUTE_WARPS];
+  __shared__ float sums[ROW_THREADS / 32];
   wait_for_previous();
   let_next_start();
   const int row = blockIdx.x;
