@@ -70,8 +70,8 @@ class BatchDecoder:
             rows_max: the most sequences at once, 1 to `strata_kernels.batch.ROWS_MAX`.
             table: address of the address table on the device, as `Decoder` has it.
             retired: address of the session page's word, for kernels.
-            heat: the decode counts of all layers: on the device, those of the `Decoder` that counts to the same page,
-                and in the page, each uint64 `[n_layers, n_experts]`.
+            heat: the decode counts of all layers, each uint64 `[n_layers, n_experts]`: on the device, where nobody else
+                may count to the same page from other counts, and in the page.
             in_place: makes ``batch_matmul_in_place.cu``'s kernels, for matrices that need them.
 
         Errors: `InvalidRequest` for another number of rows; `ModelError`, `DriverError`.

@@ -6,7 +6,8 @@
 // down_rows     y = W_down h, by expert                            reference.expert_ffn
 //
 // Shapes: x and h float16, matrices as GGUF lays them out, y float32, all row by row but for x of matmul_rows, aligned to 16
-// bytes. Rows are multiples of 32 values and of the types' block sizes; d_model is a multiple of 32, d_expert of 16. `groups` as route_rows leaves them.
+// bytes. Rows are multiples of 32 values and of the types' block sizes; d_model is a multiple of 32, d_expert of 16.
+// `groups` as route_rows leaves them.
 // h is HIDDEN_SCALE times what it stands for: so it reaches as far as a million.
 // Launch geometry: stands at each kernel; blocks of 256 threads. Dynamic shared memory: that of strata_kernels.batch, for
 // rows that are copied there, whole and at once, and multiplied when they have come; batch_matmul_in_place.cu has the same
@@ -19,10 +20,10 @@
 namespace strata {
 
 constexpr float HIDDEN_SCALE = 1.0f / 16.0f;
-constexpr int EXPERT_STRIPS = 2;                             // of a block over experts
-constexpr int EXPERT_PARTS = BATCH_WARPS / EXPERT_STRIPS;    // warps that share a strip's columns
-constexpr int STAGES_MAX = 4;                                // items of a block over experts that are on their way or there
-constexpr int DENSE_EIGHTS = 2;                              // of tokens, for which weights are decoded once
+constexpr int EXPERT_STRIPS = 2;                           // of a block over experts
+constexpr int EXPERT_PARTS = BATCH_WARPS / EXPERT_STRIPS;  // warps that share a strip's columns
+constexpr int STAGES_MAX = 4;                              // items of a block over experts that are on their way or there
+constexpr int DENSE_EIGHTS = 2;                            // of tokens, for which weights are decoded once
 
 // Where rows are that were asked for, as one thread tells the others: in shared memory, and then so that the compiler
 // knows it, or where they lie.
