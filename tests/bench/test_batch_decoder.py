@@ -84,6 +84,7 @@ class PlacedModel:
         """Memory of zeros."""
         self._buffers[name] = DeviceBuffer(size_bytes)
         self._buffers[name].fill(0)
+        call(self._device.cu.cuStreamSynchronize, 0)  # before the device's stream writes there
         return self._buffers[name].address
 
     def close(self) -> None:
