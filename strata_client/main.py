@@ -478,7 +478,7 @@ def _opened(
             model = Qwen3Moe(model_file)
         with timings.stage("tokenizer"):
             tokenizer = Tokenizer(vocabulary)
-            prompts = [tokenizer.encode(text, special=run.special) for _, text in texts]
+            prompts = tokenizer.encode_all([text for _, text in texts], special=run.special)
         names = [f"{name}: " if name else "" for name, _ in texts]
         for name, tokens in zip(names, prompts, strict=True):
             if not tokens:

@@ -166,13 +166,18 @@ class Tokenizer:
         Raises:
             ValueError: the text cannot be written in UTF-8.
         """
+        return self.encode_all([text], special=special, add_bos=add_bos)[0]
+
+    def encode_all(self, texts: Sequence[str], *, special: bool = False, add_bos: bool = True) -> list[list[int]]:
+        """Tokens of each of some texts, as `encode`: the vocabulary is searched once for all of them."""
         try:
-            data = text.encode("utf-8")
+            data = [text.encode("utf-8") for text in texts]
         except UnicodeEncodeError as error:
             raise ValueError(f"the text is not valid Unicode at character {error.start}") from None
-        self._know(tokens_within(self._vocabulary, data))
+        self._know(tokens_within(self._vocabulary, b"\n".join(data)))
         start = [] if self.bos_id is None or not add_bos else [self.bos_id]
-        return start + list(chain.from_iterable(self._pieces(text, self._added_ids if special else self._user_ids)))
+        added = self._added_ids if special else self._user_ids
+        return [start + list(chain.from_iterable(self._pieces(text, added))) for text in texts]
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that a token stands for; none for control tokens."""

@@ -203,6 +203,18 @@ def test_few_tokens_are_told_for_a_prompt() -> None:
     assert all_of_it._known.sum() == (vocabulary.slots < len(vocabulary.hashes)).sum() > 3000
 
 
+def test_many_texts_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many prompts have the tokens of each alone, and the vocabulary is searched and told once for all of them."""
+    texts = [sample_text(n) for n in range(20)]
+    expected = [tokenizer_of(made_up("qwen2")).encode(text) for text in texts]
+    built: list[int] = []
+    build = tokenizer_module._build_bpe
+    monkeypatch.setattr(tokenizer_module, "_build_bpe", lambda *given: built.append(1) or build(*given))
+    monkeypatch.setattr(tokenizer_module, "SEARCHED_BYTES_MAX", len("".join(texts)) * 2)
+    assert tokenizer_of(made_up("qwen2")).encode_all(texts) == expected
+    assert len(built) == 1
+
+
 def test_hashes_that_are_all_the_same_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many tokens share a hash, the tokens of a text are the same."""
     text = sample_text(50)
