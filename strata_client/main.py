@@ -588,8 +588,6 @@ def _exit_code(say: Callable[[str], None]) -> int:
     except click.ClickException as error:
         say(f"{PROGRAM}: {_one_line(error.format_message())}")
         return error.exit_code
-    except BrokenPipeError:
-        return 141
     except (ClientError, OutputError) as error:
         say(f"{PROGRAM}: {_one_line(str(error))}")
     except Exception as error:

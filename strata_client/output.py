@@ -18,7 +18,7 @@ class OutputError(Exception):
 
 
 class Stopped(BaseException):
-    """A signal ends the program with `exit_code`."""
+    """A signal ends the program with `exit_code`, or what stands for one: nobody reads standard output any more."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
@@ -43,7 +43,7 @@ class Output:
     def text(self, text: str) -> None:
         """Writes a piece of text.
 
-        Errors: `BrokenPipeError` (the reader has gone), `OutputError` (a full disk).
+        Errors: `Stopped` (the reader has gone), `OutputError` (a full disk).
         """
         global _line_is_open
         if text:
@@ -64,8 +64,8 @@ class Output:
         try:
             while data:
                 data = data[os.write(1, data) :]
-        except BrokenPipeError:
-            raise
+        except BrokenPipeError:  # what SIGPIPE would do, had Python not turned it off
+            raise Stopped(128 + signal.SIGPIPE) from None
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise OutputError(f"cannot write to standard output: {reason}") from error

@@ -2,10 +2,14 @@
 
 import os
 import pty
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
+
+from tests.helpers.daemon import client
 
 PROGRAM = """
 from strata_client.output import Output, say
@@ -62,3 +66,14 @@ def test_nothing_is_added_elsewhere(err: bool) -> None:
     log = ["first", "grown", "again", "then", "last"]
     assert shown(out=True, err=err, same=False) == (["Once upon a time", "the"], log)
     assert shown(out=False, err=err) == (["Once upon a time", "the"], log)
+
+
+@pytest.mark.parametrize("arguments", [("inspect",), ("generate", "The dog", "A cat", "--max-tokens", "9")])
+def test_a_reader_that_has_gone(arguments: Sequence[str]) -> None:
+    """Where nobody reads standard output any more the program ends as by SIGPIPE, without a word."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = client(*arguments, stdout=writer)
+    os.close(writer)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert b"Error" not in done.stderr and b"strata-client: " not in done.stderr
