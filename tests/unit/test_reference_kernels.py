@@ -124,6 +124,15 @@ def test_attention(sizes: list[int]) -> None:
     close(kernels.attention(q, segments(k, v, sizes), position), wanted)
 
 
+@pytest.mark.parametrize("n", [1, 64])
+def test_attention_has_the_same_bits_in_all_segments(n: int) -> None:
+    """The bits are the same however the cells are cut: slabs of a stage's layers hold more cells than a model's."""
+    q, k, v = normal(n, 4, 32), normal(300, 2, 32), normal(300, 2, 32)
+    wanted = kernels.attention(q, segments(k, v, [300]), 300 - n)
+    for sizes in ([160, 140], [16] * 18 + [12], [299, 1]):
+        assert np.array_equal(kernels.attention(q, segments(k, v, sizes), 300 - n), wanted)
+
+
 @pytest.mark.parametrize("position", [0, 2, 3, 4, 6])
 def test_kv_store(position: int) -> None:
     """New cells are written where they belong, across segments, and no others."""

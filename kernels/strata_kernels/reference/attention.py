@@ -14,8 +14,8 @@ F32 = npt.NDArray[np.float32]
 def attention(q: F32, segments: Sequence[tuple[F32, F32]], position: int) -> F32:
     """Each token attends to the cells up to its own.
 
-    Query heads share K/V heads in groups of `n_heads / n_kv_heads` neighbours. The scores of all
-    segments go through one softmax.
+    Query heads share K/V heads in groups of `n_heads / n_kv_heads` neighbours. Sums go over all cells at
+    once, so that their bits do not depend on where one segment ends and the next begins.
 
     Args:
         q: float32 `[n, n_heads, head_dim]` of the tokens at `position`, `position + 1`, and so on.
@@ -34,17 +34,13 @@ def attention(q: F32, segments: Sequence[tuple[F32, F32]], position: int) -> F32
     by_head = q.reshape(n, n_kv_heads, group, head_dim).transpose(1, 2, 0, 3)
     grouped = by_head.reshape(n_kv_heads, group * n, head_dim)
 
-    by_segment = [grouped @ k.transpose(1, 2, 0) for k, _ in segments]
-    scores: F32 = np.concatenate(by_segment, axis=-1).reshape(n_kv_heads, group, n, -1)
+    k, v = (parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*segments, strict=True))
+    scores: F32 = (grouped @ k.transpose(1, 2, 0)).reshape(n_kv_heads, group, n, -1)
     scores *= np.float32(1 / math.sqrt(head_dim))
     n_cells = scores.shape[-1]
     future = np.arange(n_cells) > np.arange(position, position + n)[:, None]
     scores[:, :, future] = -np.inf
     weights = softmax(scores).reshape(n_kv_heads, group * n, n_cells)
 
-    out = np.zeros_like(grouped)
-    start = 0
-    for _, v in segments:
-        out += weights[:, :, start : start + len(v)] @ v.transpose(1, 0, 2)
-        start += len(v)
+    out: F32 = weights @ v.transpose(1, 0, 2)
     return out.reshape(n_kv_heads, group, n, head_dim).transpose(2, 0, 1, 3).reshape(n, n_heads, head_dim)
