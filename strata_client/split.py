@@ -131,8 +131,8 @@ class Split(NamedTuple):
         counts = [*self.counts, rest] if rest else [*self.counts]
         if rest < 0 or not 2 <= len(counts) <= STAGES_MAX:
             raise InvalidRequest(
-                f"--layer-split {','.join(map(str, self.counts))}: the model has {n_layers} layers, for two devices or"
-                f" more, {STAGES_MAX} at most"
+                f"--layer-split {','.join(map(str, self.counts))}: the model has {n_layers} layers, for 2 to"
+                f" {STAGES_MAX} devices; the numbers are those of the first, and the next takes the rest"
             )
         return counts
 

@@ -176,7 +176,7 @@ def test_tokens_are_counted_once() -> None:
         (("--layer-split", "3", "--conversation", "x"), 2, "--layer-split and --conversation do not go together yet"),
         (("--device", "0", "--device", "1"), 2, "several devices were given with --device: add --layer-split"),
         (("--layer-split", "half"), 2, "'half' is neither auto nor numbers of layers such as 24 or 24,12"),
-        (("--layer-split", "6"), 1, "--layer-split 6: the model has 6 layers, for two devices or more, 8 at most"),
+        (("--layer-split", "6"), 1, "--layer-split 6: the model has 6 layers, for 2 to 8 devices; the numbers are"),
         (("--layer-split", "1,1,1,1"), 1, "--layer-split 1,1,1,1 is for 5 devices, and there are 3: HOST-SIM-0"),
         (("--layer-split", "2", "--device", "1"), 1, "needs two devices or more, and there is HOST-SIM-1: leave it"),
     ],

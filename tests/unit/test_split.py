@@ -138,9 +138,9 @@ def test_numbers_of_layers(asked: list[int], found: list[int]) -> None:
 @pytest.mark.parametrize(
     ("split", "error", "message"),
     [
-        (Split([48]), InvalidRequest, "--layer-split 48: the model has 48 layers, for two devices or more, 8 at most"),
+        (Split([48]), InvalidRequest, "--layer-split 48: the model has 48 layers, for 2 to 8 devices; the numbers "),
         (Split([40, 9]), InvalidRequest, "--layer-split 40,9: the model has 48 layers"),
-        (Split([5] * 8), InvalidRequest, "8 at most"),
+        (Split([5] * 8), InvalidRequest, "for 2 to 8 devices"),
         (Split([16, 16]), InvalidRequest, "--layer-split 16,16 is for 3 devices, and there are 2: HOST-SIM-0, HOST"),
         (Split([24], ["0"]), InvalidRequest, "needs two devices or more, and there is HOST-SIM-0: leave it out"),
         (Split([24], ["0", "0"]), InvalidRequest, "--device 0: HOST-SIM-0 was named before"),
