@@ -10,8 +10,8 @@ class ClientError(Exception):
     """The command cannot be carried out; the message is one line for a person."""
 
 
-def prompt_text(prompt: str | None, prompt_file: str | None) -> str:
-    """The prompt's characters. Errors: `UsageError` (two prompts), `ClientError` (not UTF-8, not readable)."""
+def prompt_text(prompt: str | None, prompt_file: str | None, name: str = "the prompt") -> str:
+    """A prompt's characters. Errors: `UsageError` (two prompts), `ClientError` (`name` is not UTF-8, no access)."""
     from strata_client.text import read_prompt_file
 
     if prompt is not None and prompt_file is not None:
@@ -22,7 +22,7 @@ def prompt_text(prompt: str | None, prompt_file: str | None) -> str:
         data = os.fsencode(prompt) if prompt is not None else sys.stdin.buffer.read() if sys.stdin else b""
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ClientError(f"the prompt is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from error
+        raise ClientError(f"{name} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from error
     except ValueError as error:
         raise ClientError(str(error)) from error
     except OSError as error:
@@ -38,7 +38,9 @@ def prompt_texts(prompts: tuple[str, ...], prompt_file: str | None, prompts_file
             return [("", prompt_text(prompts[0] if prompts else None, prompt_file))]
         if prompt_file is not None:
             raise click.UsageError("prompts and -f were given: give one of them")
-        return [(f"prompt {number}", prompt_text(prompt, None)) for number, prompt in enumerate(prompts, 1)]
+        return [
+            (name := f"prompt {number}", prompt_text(prompt, None, name)) for number, prompt in enumerate(prompts, 1)
+        ]
     if prompts or prompt_file is not None:
         raise click.UsageError("--prompts and another prompt were given: give one of them")
     try:

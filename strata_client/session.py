@@ -264,6 +264,8 @@ class Session:
         cells_max: int,
         conversation: wire.Conversation | None,
     ) -> tuple[KVRange, wire.CreateRangeReply]:
+        if self._gone:
+            raise Unavailable(self._gone)
         cells = cells_per_slab(device.slab_bytes, cell.size_bytes)
         request = wire.CreateRangeRequest(
             device_uuid=device.uuid,

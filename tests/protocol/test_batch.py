@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.daemon import Daemon, client, running_daemon
+from tests.helpers.daemon import Daemon, client, running_daemon, wait_until
 
 PROMPTS = (
     "Once upon a time, a small fox found a silver key under the old bridge.",
@@ -138,6 +138,30 @@ def test_refusals(daemon: Daemon, tmp_path: Path, content: bytes, arguments: Seq
     assert done.stdout == b""
     (line,) = done.stderr.decode().splitlines()
     assert line.startswith(says.replace("FILE", str(path)))
+
+
+def test_an_argument_that_is_not_text() -> None:
+    """The line says which of several prompts it is."""
+    done = client("generate", "a", os.fsdecode(b"b\xff"))
+    assert done.stderr == b"strata-client: prompt 2 is not UTF-8 text: byte 1 is 0xff\n"
+
+
+def test_a_daemon_that_goes(tmp_path: Path) -> None:
+    """What runs goes on with the cells that it has; a prompt that waits has no text, and says so in the same words."""
+    log = tmp_path / "log"
+    with running_daemon(CONFIG.format("", 64)) as running, log.open("wb") as err:
+        argv = [sys.executable, "-m", "strata_client.main", "generate", *PROMPTS[1:3], "--batch", "1", "--verbose"]
+        argv += [*BABBLE, "--max-tokens", "100", "--json", "--socket", os.fspath(running.directory)]
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=err)
+        wait_until(lambda: b"K/V grown" in log.read_bytes(), 60)
+        running.kill()
+        out, _ = process.communicate(timeout=60)
+    first, second, _ = map(json.loads, out.decode().splitlines())
+    assert (len(first["tokens"]), first["statistics"]["reason"]) == (100, "max_tokens")
+    gone = f"the daemon at {running.directory} has gone"
+    assert (second["tokens"], second["statistics"]["reason"], second["statistics"]["detail"]) == ([], "no_room", gone)
+    assert f"strata: prompt 2: no text: {gone}" in log.read_text().splitlines()
+    assert process.returncode == 1
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
