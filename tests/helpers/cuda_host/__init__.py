@@ -20,6 +20,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +52,12 @@ _OPTIONS = (
 _KERNEL = re.compile(
     r'extern\s+"C"\s+__attribute__\s*\(\(visibility\("default"\)\)\)\s+(?:static\s+)?void\s+(\w+)\s*\('
 )
+_MAKE_STACKS = (
+    'extern "C" __attribute__((visibility("default"))) void* strata_make_stacks() '
+    "{ return strata_host::make_stacks(); }"
+)
+
+_thread = threading.local()
 
 
 class HostKernelError(Exception):
@@ -63,6 +70,7 @@ class _Shape(ctypes.Structure):
         ("block", ctypes.c_uint32 * 3),
         ("shared_bytes", ctypes.c_uint64),
         ("seconds", ctypes.c_uint32),
+        ("stacks", ctypes.c_void_p),
     )
 
 
@@ -140,7 +148,7 @@ class HostKernels:
         if sizes != self._parameters[name]:
             raise HostKernelError(f"{name} takes arguments of {self._parameters[name]} bytes; these have {sizes}")
         pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
-        shape = _Shape(dimensions(grid), dimensions(block), shared_bytes, seconds)
+        shape = _Shape(dimensions(grid), dimensions(block), shared_bytes, seconds, self._stacks())
         failure = _Failure()
         if getattr(self._library, f"strata_launch_{name}")(ctypes.byref(shape), pointers, ctypes.byref(failure)):
             message = f"{name}: {failure.message.decode(errors='replace')}"
@@ -149,6 +157,13 @@ class HostKernels:
             if failure.code:
                 message += f"; at {self._line(failure.code)}"
             raise HostKernelError(message)
+
+    def _stacks(self) -> int:
+        """The calling thread's stacks for a block, whichever library's."""
+        if not hasattr(_thread, "stacks"):
+            self._library.strata_make_stacks.restype = ctypes.c_void_p
+            _thread.stacks = self._library.strata_make_stacks()
+        return int(_thread.stacks)
 
     def _line(self, code: int) -> str:
         """Where an address in the library comes from, the innermost function first."""
@@ -252,7 +267,7 @@ def _compiled(source: Path, options: tuple[str, ...], stamp: tuple[tuple[str, in
             ("describe", "unsigned* s, int n", "s, n"),
         )
     )
-    return HostKernels(_built(f"{text}\n{entries}\n", options), names)
+    return HostKernels(_built(f"{text}\n{entries}\n{_MAKE_STACKS}\n", options), names)
 
 
 def _built(text: str, options: tuple[str, ...]) -> Path:

@@ -42,8 +42,7 @@ struct Fiber {
 
 struct Emulator {
   std::vector<Fiber> fibers;
-  uint8_t* stacks = nullptr;
-  size_t n_stacks = 0;
+  uint8_t* stacks = nullptr;  // of as many fibers as a block may have
   void* scheduler = nullptr;
   ucontext_t scheduler_context;
   int current = 0;
@@ -63,6 +62,7 @@ struct Emulator {
 inline Emulator emulator;
 
 constexpr size_t PAGE = 4096, STACK_BYTES = 256 * 1024;
+constexpr unsigned THREADS_MAX = 1024;
 constexpr size_t DYNAMIC_SHARED_MAX = 227 * 1024;
 
 // Saves the registers that a call keeps, and goes on where another stack was left.
@@ -159,16 +159,16 @@ inline void start_fiber(int index) {
 #endif
 }
 
-inline void need_stacks(size_t n) {
-  Emulator& e = emulator;
-  if (n <= e.n_stacks) return;
-  if (e.stacks != nullptr) munmap(e.stacks, e.n_stacks * (STACK_BYTES + PAGE));
-  void* map = mmap(nullptr, n * (STACK_BYTES + PAGE), PROT_READ | PROT_WRITE,
+// Stacks for launches of all libraries, one at a time: each is two of the 65,530 mappings that a process may have.
+inline void* make_stacks() {
+  void* map = mmap(nullptr, THREADS_MAX * (STACK_BYTES + PAGE), PROT_READ | PROT_WRITE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (map == MAP_FAILED) abort();
-  e.stacks = static_cast<uint8_t*>(map);
-  e.n_stacks = n;
-  for (size_t i = 0; i < n; ++i) mprotect(e.stacks + i * (STACK_BYTES + PAGE), PAGE, PROT_NONE);
+  auto* stacks = static_cast<uint8_t*>(map);
+  for (size_t i = 0; i < THREADS_MAX; ++i) {
+    if (mprotect(stacks + i * (STACK_BYTES + PAGE), PAGE, PROT_NONE) != 0) abort();
+  }
+  return stacks;
 }
 
 // ---- Shared memory.
@@ -372,6 +372,7 @@ struct Shape {
   uint32_t block[3];
   uint64_t shared_bytes;
   uint32_t seconds;  // of the processor's time that the launch may take
+  void* stacks;      // of `make_stacks`
 };
 
 struct Failure {
@@ -472,7 +473,7 @@ struct Entry<KERNEL> {
     gridDim = dim3(shape->grid[0], shape->grid[1], shape->grid[2]);
     blockDim = dim3(shape->block[0], shape->block[1], shape->block[2]);
     const uint64_t n = uint64_t{blockDim.x} * blockDim.y * blockDim.z;
-    if (n == 0 || n > 1024 || uint64_t{gridDim.x} * gridDim.y * gridDim.z == 0) {
+    if (n == 0 || n > THREADS_MAX || uint64_t{gridDim.x} * gridDim.y * gridDim.z == 0) {
       snprintf(e.message, sizeof e.message, "%llu threads a block; a block has 1 to 1024, and a grid a block at least",
                static_cast<unsigned long long>(n));
       return 1;
@@ -486,7 +487,7 @@ struct Entry<KERNEL> {
     e.arguments = arguments;
     e.n_threads = static_cast<int>(n);
     if (e.fibers.size() < n) e.fibers.resize(n);
-    need_stacks(n);
+    e.stacks = static_cast<uint8_t*>(shape->stacks);
     make_dynamic(shape->shared_bytes);
     static_bytes = static_shared();
     run_grid(*shape, failure);
