@@ -90,13 +90,13 @@ def test_mixture_of_several_devices(
         if number:
             device.down(activation, scores, sums[number - 1], np.uint64(0), nothing, Sums())
             if here:
-                check("down", sums[number - 1], np.sum([results[rank] for rank in here], axis=0))
+                check("down_part", sums[number - 1], np.sum([results[rank] for rank in here], axis=0))
             else:
                 assert np.array_equal(sums[number - 1], np.zeros(D_MODEL))
         else:
             elsewhere = Sums(kernels.address(sums), D_MODEL, n_devices - 1)
             device.down(activation, scores, x, weight, out, elsewhere)
-    check("down", x - before, np.sum(results, axis=0))
+    check("down_part", x - before, np.sum(results, axis=0))
     check_activation(out_packed, "embed", x * weight, (x.reshape(-1, 16) ** 2).sum(axis=1))
     assert np.array_equal(counts, np.bincount(chosen[0], minlength=N_EXPERTS))
     assert np.array_equal(shared, counts)
