@@ -6,55 +6,29 @@ that help and refusals are quick.
 
 import gc
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from strata_client import timings
+from strata_client.opening import opened
 from strata_client.prompts import ClientError, prompt_text, prompt_texts
+from strata_client.run_options import DEFAULT_MODEL, RunOptions, run_options
 
 if TYPE_CHECKING:
     from strata_client.attached import Attached
     from strata_client.engine import Engine
     from strata_client.output import Output
     from strata_client.sampler import SamplerOptions
-    from strata_client.split import Split
     from strata_client.tokenizer import Tokenizer
 
 PROGRAM = "strata-client"
-DEFAULT_MODEL = str(Path(__file__).parent / "data" / "tiny-IQ3_S.gguf")
 ROWS_MAX, ROWS_DEFAULT = 64, 16
-KV_TYPES = ("f32", "f16", "bf16", "q8_0")
-_CONTEXT_MULTIPLE = 256
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_SIZE = re.compile(rf"(\d{{1,20}}) ?({'|'.join(_UNITS)})?")
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-_Engine = TypeVar("_Engine")
-
-
-def _size(value: str) -> int:
-    """Bytes of a number that may have a unit. Errors: `BadParameter`."""
-    match = _SIZE.fullmatch(value)
-    if match is None or (size_bytes := int(match[1]) << 10 * _UNITS.index(match[2] or "B")) >= 1 << 63:
-        raise click.BadParameter(f"{value!r} is no number of bytes below 2^63, nor one with a unit such as 512MiB")
-    return size_bytes
-
-
-def _with_options(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
-    def decorate(command: _Command) -> _Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
 
 
 def _conversation_name(context: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
@@ -67,109 +41,6 @@ def _conversation_name(context: click.Context, parameter: click.Parameter, name:
     if problem is not None:
         raise click.BadParameter(problem)
     return name
-
-
-_model_option = click.option(
-    "--model", default=DEFAULT_MODEL, show_default="the packaged story model", help="GGUF file, or any shard of one."
-)
-_run_options = _with_options(
-    _model_option,
-    click.option("--context", type=int, help="Most tokens of prompt and text together; at most the model's own."),
-    click.option("--special", is_flag=True, help="Read control tokens such as <|im_start|> in the text as tokens."),
-    click.option("--socket", "socket_path", help="Runtime directory of the daemon, or its vmmd.sock."),
-    click.option(
-        "--device",
-        "devices",
-        multiple=True,
-        help="UUID, its beginning, or index in the daemon's list; several with --layer-split.  [default: the first]",
-    ),
-    click.option(
-        "--layer-split",
-        metavar="auto|K[,K...]",
-        help="Split the layers over the devices, by default all that are seen: so many on the first, the rest on the"
-        " last.",
-    ),
-    click.option(
-        "--peer-device",
-        "peer_devices",
-        multiple=True,
-        help="A device, named alike, for experts that the first has no room for; may be given several times.",
-    ),
-    click.option(
-        "--kv-type",
-        type=click.Choice(KV_TYPES),
-        help="Of K/V cells: f32 only, and always, on the host.  [default: f16 on a GPU]",
-    ),
-    click.option(
-        "--wait",
-        "wait_s",
-        type=click.FloatRange(0, 4_000_000),
-        default=0.0,
-        metavar="SECONDS",
-        help="Longest that a request may wait for memory that others hold.  [default: not at all]",
-    ),
-    click.option(
-        "--priority", type=click.IntRange(-10, 10), help="Before whom to be served, at most your own.  [default: that]"
-    ),
-    click.option(
-        "--kv-guarantee",
-        type=_size,
-        metavar="SIZE",
-        help="K/V to be kept for this run, such as 512MiB, at most your own.  [default: that]",
-    ),
-    click.option(
-        "--kv-cap",
-        type=_size,
-        metavar="SIZE",
-        help="Most K/V that this run shall hold, such as 512MiB, at most your own.  [default: that]",
-    ),
-    click.option("--json", "as_json", is_flag=True, help="One JSON object a line: tokens, then statistics."),
-    click.option("--verbose", is_flag=True, help="Say on standard error where memory comes from."),
-    click.option("--stats", is_flag=True, help="Say on standard error, or in --json's statistics, where time went."),
-)
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What `generate` and `perplexity` share."""
-
-    model: str
-    context: int | None
-    special: bool
-    socket_path: str | None
-    devices: tuple[str, ...]
-    layer_split: str | None
-    peer_devices: tuple[str, ...]
-    kv_type: str | None
-    wait_s: float
-    priority: int | None
-    kv_guarantee: int | None
-    kv_cap: int | None
-    as_json: bool
-    verbose: bool
-    stats: bool
-
-    @classmethod
-    def taken_from(cls, options: dict[str, Any]) -> "RunOptions":
-        """Takes its fields out of a command's options. Errors: `UsageError`."""
-        run = cls(**{name: options.pop(name) for name in cls.__dataclass_fields__})
-        if run.layer_split is None and len(run.devices) > 1:
-            raise click.UsageError("several devices were given with --device: add --layer-split, or give one")
-        if run.layer_split is not None and run.peer_devices:
-            raise click.UsageError("--layer-split and --peer-device do not go together yet: give one of them")
-        run.split()
-        return run
-
-    def split(self) -> "Split | None":
-        """How the layers are to be split, if at all. Errors: `BadParameter`."""
-        if self.layer_split is None:
-            return None
-        from strata_client.split import Split
-
-        try:
-            return Split.parse(self.layer_split, self.devices)
-        except ValueError as error:
-            raise click.BadParameter(str(error), param_hint="--layer-split") from error
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -191,7 +62,7 @@ def cli() -> None:
     metavar="N",
     help=f"Most prompts to continue at once.  [default: {ROWS_DEFAULT} with several prompts]",
 )
-@_run_options
+@run_options
 @click.option("--max-tokens", type=click.IntRange(min=0), default=256, show_default=True, help="Most tokens of text.")
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="0 always takes the likeliest token.")
 @click.option("--top-k", type=int, default=40, show_default=True, help="Choose among the k likeliest; 0 is off.")
@@ -237,7 +108,7 @@ def generate(prompts: tuple[str, ...], prompt_file: str | None, **options: Any) 
         _generate_batch(run, texts, sampling, stop_strings, max_tokens, min(rows or ROWS_DEFAULT, len(texts)), output)
         return
     text = prompt_text(prompts[0] if prompts else None, prompt_file)
-    with _opened(run, [("", text)], max_tokens, _one_sequence(conversation)) as (engine, tokenizer, tokens):
+    with opened(run, [("", text)], max_tokens, _one_sequence(conversation)) as (engine, tokenizer, tokens):
         _generate(run, engine, tokenizer, tokens[0], sampling, stops, max_tokens, output)
 
 
@@ -308,7 +179,7 @@ def _generate_batch(
     from strata_client.results import Results
 
     results = Results(output, as_json=run.as_json)
-    with _opened(
+    with opened(
         run, texts, max_tokens, lambda attached: open_batch_engine(attached, rows), sequences=rows, load=load_batch
     ) as (engine, tokenizer, prompts):
         start_up_s = seconds_since_start()
@@ -342,7 +213,7 @@ def _generate_batch(
 
 @cli.command()
 @click.argument("file")
-@_run_options
+@run_options
 @click.option("--save-logits", help="Write float32 [tokens, vocabulary] in numpy's format to this file.")
 def perplexity(file: str, save_logits: str | None, **options: Any) -> None:
     """Measures how well the model predicts the UTF-8 text of FILE.
@@ -361,7 +232,7 @@ def perplexity(file: str, save_logits: str | None, **options: Any) -> None:
     text = prompt_text(None, file)
     output = Output()
     target = Path(save_logits) if save_logits is not None else None
-    with _opened(run, [("", text)], None, _one_sequence()) as (engine, _, tokens):
+    with opened(run, [("", text)], None, _one_sequence()) as (engine, _, tokens):
         start_up_s = seconds_since_start()
         try:
             with replacing(target) as logits_file:
@@ -438,124 +309,6 @@ def _one_sequence(conversation: str | None = None) -> Callable[["Attached"], Abs
         return open_engine(attached, conversation)
 
     return open_one
-
-
-@contextmanager
-def _opened(
-    run: RunOptions,
-    texts: Sequence[tuple[str, str]],
-    room: int | None,
-    open_engine: Callable[["Attached"], AbstractContextManager[_Engine]],
-    *,
-    sequences: int = 1,
-    load: Callable[..., Any] | None = None,
-) -> Iterator[tuple[_Engine, "Tokenizer", list[list[int]]]]:
-    """Everything that a command needs, checked in the order of what is cheapest to refuse.
-
-    Args:
-        run: the command's options.
-        texts: the prompts, or the text to measure, each with a name that errors begin with.
-        room: tokens that shall follow a prompt; None allows a text longer than the context.
-        open_engine: opens what evaluates them.
-        sequences: most of them at once.
-        load: loads a GPU's kernels; see `attach`.
-    """
-    from strata_client.output import Signals, say
-
-    signals = Signals()
-    signals.install()
-    with timings.stage("imports"):
-        from strata_client.attached import attach, load_decoder
-        from strata_client.connection import Asked, runtime_directories
-        from strata_client.model_cache import models_directory, open_model
-        from strata_client.models.qwen3moe import Qwen3Moe
-        from strata_client.tokenizer import Tokenizer
-
-    with ExitStack() as stack:
-        model_file, vocabulary = open_model(run.model, models_directory())
-        stack.enter_context(model_file)
-        with timings.stage("check model"):
-            model = Qwen3Moe(model_file)
-        with timings.stage("tokenizer"):
-            tokenizer = Tokenizer(vocabulary)
-            prompts = tokenizer.encode_all([text for _, text in texts], special=run.special)
-        names = [f"{name}: " if name else "" for name, _ in texts]
-        for name, tokens in zip(names, prompts, strict=True):
-            if not tokens:
-                raise ClientError(
-                    f"{name}the prompt is empty and the model has no BOS token to start from: give some text"
-                )
-        lengths = [len(tokens) for tokens in prompts]
-        longest = lengths.index(max(lengths))
-        context = choose_context(run.context, model.params.context_length, lengths[longest], room, names[longest])
-
-        def say_verbose(line: str) -> None:
-            if run.verbose:
-                say(line)
-
-        with _progress() as progress:
-            attached = stack.enter_context(
-                attach(
-                    model,
-                    model_file,
-                    runtime_directories(run.socket_path),
-                    context=context,
-                    sequences=sequences,
-                    device=run.devices[0] if run.devices else None,
-                    split=run.split(),
-                    peer_devices=run.peer_devices,
-                    kv_type=run.kv_type,
-                    asked=Asked(run.wait_s, run.kv_guarantee, run.kv_cap, run.priority),
-                    say=say,
-                    say_verbose=say_verbose,
-                    signals=signals,
-                    progress=progress,
-                    load=load or load_decoder,
-                )
-            )
-        engine = stack.enter_context(open_engine(attached))
-        gc.freeze()  # of what the start made nothing becomes garbage
-        gc.enable()
-        yield engine, tokenizer, prompts
-
-
-def choose_context(asked: int | None, model_context: int, n_tokens: int, room: int | None, name: str = "") -> int:
-    """The context to run with.
-
-    Args:
-        asked: `--context`, or None for what prompt and text need, in multiples of 256.
-        model_context: the model's own.
-        n_tokens: tokens of the prompt.
-        room: tokens that shall follow it; None allows a text longer than the context.
-        name: what an error about the prompt begins with.
-
-    Errors: `UsageError` (`--context` out of range), `ClientError` (a prompt that does not fit).
-    """
-    if asked is not None and not 1 <= asked <= model_context:
-        raise click.UsageError(f"--context is {asked}; it must be 1 to {model_context}, the model's own context")
-    if asked is None:
-        need = n_tokens + (room or 0)
-        asked = min(model_context, -(-need // _CONTEXT_MULTIPLE) * _CONTEXT_MULTIPLE)
-    if room is not None and n_tokens > asked:
-        raise ClientError(
-            f"{name}the prompt has {n_tokens} tokens and the context is {asked}: shorten it or raise --context"
-        )
-    return asked
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal's standard error while a model is filled; else nothing."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield lambda filled_bytes, total_bytes: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-    columns = (TextColumn("filling"), BarColumn(), DownloadColumn(binary_units=True))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("filling", total=None, visible=False)
-        yield lambda filled, total: bar.update(task, completed=filled, total=total, visible=filled < total)
 
 
 def main() -> NoReturn:

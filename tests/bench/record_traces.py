@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from strata_client.main import DEFAULT_MODEL
 from strata_client.model_cache import open_model
 from strata_client.models.qwen3moe import Qwen3Moe
+from strata_client.run_options import DEFAULT_MODEL
 from strata_client.sampler import Sampler, SamplerOptions
 from strata_client.tokenizer import Tokenizer
 from tests.bench.traces import Trace

@@ -9,11 +9,11 @@ import pytest
 
 from strata_client.attached import attach
 from strata_client.engine import Engine, open_engine
-from strata_client.main import DEFAULT_MODEL
 from strata_client.models.base import F32
 from strata_client.models.gguf_file import open_model_file
 from strata_client.models.qwen3moe import Qwen3Moe
 from strata_client.output import Signals
+from strata_client.run_options import DEFAULT_MODEL
 from strata_client.sampler import SamplerOptions
 from tests.helpers.cuda_peer import GIB, MIB, Machine
 from tests.helpers.daemon import Daemon

@@ -7,7 +7,7 @@ import pytest
 from strata_api.v1 import pages
 
 from strata_client.gpu.engine import CHUNKS_AHEAD
-from strata_client.main import DEFAULT_MODEL
+from strata_client.run_options import DEFAULT_MODEL
 from strata_client.sampler import SamplerOptions
 from strata_client.split import Split
 from tests.helpers.daemon import running_daemon

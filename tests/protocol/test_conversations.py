@@ -16,10 +16,10 @@ import pytest
 
 from strata_client.attached import attach
 from strata_client.engine import Engine, open_engine
-from strata_client.main import DEFAULT_MODEL
 from strata_client.models.gguf_file import open_model_file
 from strata_client.models.qwen3moe import Qwen3Moe
 from strata_client.output import Signals
+from strata_client.run_options import DEFAULT_MODEL
 from strata_client.sampler import SamplerOptions
 from tests.helpers.daemon import Daemon, client, running_daemon, vmmctl, wait_until
 from tests.helpers.peer import Remote, public_model

@@ -7,7 +7,8 @@ import pytest
 from strata_api.v1 import memory_pb2 as wire
 
 from strata_client.connection import NoDaemon, dial, runtime_directories
-from strata_client.main import ClientError, choose_context
+from strata_client.opening import choose_context
+from strata_client.prompts import ClientError
 from strata_client.sequence import growth_line, size_text
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from strata_api.v1 import memory_pb2 as wire
 
 from strata_client.devices import VISIBLE_SIMULATED
-from strata_client.main import DEFAULT_MODEL
 from strata_client.models.gguf_file import open_model_file
 from strata_client.models.qwen3moe import Qwen3Moe
+from strata_client.run_options import DEFAULT_MODEL
 from strata_client.split import Plan, Sizes, Split, lines, sizes_of
 from vmmd.errors import InvalidRequest, NoDevice
 
