@@ -103,12 +103,12 @@ def tokens_per_s(engine: Any, prompt: int, tokens: int = TOKENS) -> float:
     return tokens / (time.perf_counter() - began)
 
 
-def warmed(engine: Any) -> tuple[float, float]:
-    """Tokens a second, and the share of their experts that was in slots, after tokens that made the hot ones known."""
+def decoded(engine: Any, warming: int) -> tuple[float, Any]:
+    """Tokens a second, and how often each expert was routed to, after tokens that made the hot ones known."""
     engine.sequence.restart()
     engine.sequence.prepare(8)
     engine.begin(list(range(8)), SamplerOptions(temperature=1, seed=1))
-    for _ in range(WARMING):
+    for _ in range(warming):
         engine.next_token()
         assert engine.sequence.has_room()
     before, began = counts(engine), time.perf_counter()
@@ -116,8 +116,13 @@ def warmed(engine: Any) -> tuple[float, float]:
         engine.next_token()
         assert engine.sequence.has_room()
     took_s = time.perf_counter() - began
-    routed = counts(engine) - before
-    return TOKENS / took_s, 1 - float((routed * engine._stages[0].steps.table.in_host.reshape(-1)).sum() / routed.sum())
+    return TOKENS / took_s, counts(engine) - before
+
+
+def warmed(engine: Any) -> tuple[float, float]:
+    """Tokens a second, and the share of their experts that was in slots."""
+    rate, routed = decoded(engine, WARMING)
+    return rate, 1 - float((routed * engine._stages[0].steps.table.in_host.reshape(-1)).sum() / routed.sum())
 
 
 def counts(engine: Any) -> Any:

@@ -21,14 +21,12 @@ from strata_client.models.qwen3moe import Qwen3Moe
 from strata_client.output import Signals
 from strata_client.sampler import SamplerOptions
 from tests.bench.report import Row
-from tests.bench.test_decode import EXPERTS_GIB, REST_GIB, counts, write
+from tests.bench.test_decode import EXPERTS_GIB, REST_GIB, decoded, write
 from tests.helpers.cuda_peer import GIB, Machine
 from tests.helpers.daemon import Daemon
-from tests.helpers.require_gpu import require_gpu
 
 pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(600)]
 
-TOKENS = 128
 WARMING = {False: 256, True: 512}
 """Tokens before those that are timed, alone and with the peer: as many as make the hot experts known and bring them."""
 
@@ -45,11 +43,7 @@ HOST_GB_PER_S = 55
 @pytest.fixture(scope="module")
 def machine() -> Machine:
     """Two GPUs."""
-    require_gpu()
-    made = Machine.real()
-    if len(made.uuids) < 2:
-        pytest.skip("this host has one GPU; a peer needs two")
-    return made
+    return Machine.pair()
 
 
 @pytest.fixture(scope="module", params=TIMES_SOLO["auto"])
@@ -105,20 +99,10 @@ def opened(
 
 def warmed(engine: Any, warming: int) -> tuple[float, list[float]]:
     """Tokens a second, and the share of their experts that was on the first GPU, the peer, and in host memory."""
-    engine.sequence.prepare(8)
-    engine.begin(list(range(8)), SamplerOptions(temperature=1, seed=1))
-    for _ in range(warming):
-        engine.next_token()
-        assert engine.sequence.has_room()
-    before, began = counts(engine), time.perf_counter()
-    for _ in range(TOKENS):
-        engine.next_token()
-        assert engine.sequence.has_room()
-    took_s = time.perf_counter() - began
-    routed = counts(engine) - before
+    rate, routed = decoded(engine, warming)
     on = [int(routed[engine.attached.opened.memory.experts_on(part)].sum()) for part in (0, 1)]
     shares = [n / routed.sum() for n in (*on, routed.sum() - sum(on))]
-    return TOKENS / took_s, [100 * float(share) for share in shares]
+    return rate, [100 * float(share) for share in shares]
 
 
 def attach_gb_per_s(engine: Any) -> float:

@@ -21,7 +21,6 @@ from tests.bench.report import Row
 from tests.bench.test_decode import tokens_per_s, write
 from tests.bench.test_peer import PROMPT
 from tests.helpers.cuda_peer import GIB, Machine
-from tests.helpers.require_gpu import require_gpu
 
 pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -31,11 +30,7 @@ DEPTH = 4096
 @pytest.fixture(scope="module")
 def machine() -> Machine:
     """Two GPUs."""
-    require_gpu()
-    made = Machine.real()
-    if len(made.uuids) < 2:
-        pytest.skip("this host has one GPU; a split needs two")
-    return made
+    return Machine.pair()
 
 
 @pytest.fixture(scope="module")

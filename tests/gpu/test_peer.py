@@ -18,7 +18,6 @@ from strata_client.sampler import SamplerOptions
 from tests.helpers.cuda_peer import GIB, MIB, Machine
 from tests.helpers.daemon import Daemon
 from tests.helpers.kernel_bounds import relative_error
-from tests.helpers.require_gpu import require_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -32,11 +31,7 @@ ERROR = 1e-3
 @pytest.fixture(scope="module")
 def machine() -> Machine:
     """Two GPUs, with small slabs."""
-    require_gpu()
-    made = Machine.real()
-    if len(made.uuids) < 2:
-        pytest.skip("this host has one GPU; a peer needs two")
-    return replace(made, slab_bytes=2 * MIB)
+    return replace(Machine.pair(), slab_bytes=2 * MIB)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from strata_client.split import Split
 from tests.gpu.test_generate import text
 from tests.helpers.cuda_peer import GIB, MIB, Machine
 from tests.helpers.daemon import Daemon
-from tests.helpers.require_gpu import require_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -28,11 +27,7 @@ TOKENS = [int(token) for token in np.random.default_rng(1).integers(100, 2000, 9
 @pytest.fixture(scope="module")
 def machine() -> Machine:
     """Two GPUs, with small slabs."""
-    require_gpu()
-    made = Machine.real()
-    if len(made.uuids) < 2:
-        pytest.skip("this host has one GPU; a split needs two")
-    return replace(made, slab_bytes=2 * MIB)
+    return replace(Machine.pair(), slab_bytes=2 * MIB)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from strata_api.v1 import memory_pb2, pages
 
 from strata_client.connection import raise_descriptor_limit
@@ -29,6 +30,7 @@ from tests.helpers.cuda_kernels import Kernels
 from tests.helpers.daemon import VMMD, Daemon
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.peer import CELL, Client, Remote
+from tests.helpers.require_gpu import require_gpu
 from vmmd.driver import cuda_calls
 from vmmd.driver.cuda_calls import call, current
 from vmmd.driver.cuda_mapper import CudaMapper
@@ -146,6 +148,15 @@ class Machine:
         """This host's GPUs; slabs of 64 MiB and 22 experts each, as in Qwen3-30B-A3B at about 5 bits a weight."""
         gpus, _ = cuda_calls.find_gpus(cuda_calls.bindings())
         return cls(None, 64 * MIB, 983_040, [gpu.uuid for gpu in gpus])
+
+    @classmethod
+    def pair(cls) -> "Machine":
+        """The same where there are two at least; skips where there is one, and as `require_gpu`."""
+        require_gpu()
+        machine = cls.real()
+        if len(machine.uuids) < 2:
+            pytest.skip("this host has one GPU; two are needed")
+        return machine
 
     @classmethod
     def stand_in(cls, others: Path, *, gpus: int = 2, total_bytes: int = 512 * MIB) -> "Machine":
