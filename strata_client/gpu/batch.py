@@ -15,21 +15,22 @@ import numpy as np
 from strata_kernels import structs
 from strata_kernels.compiler import SOURCES
 from strata_kernels.launch import Kernels
-from strata_kernels.structs import Activation, Heat, KvCells, SampleOptions, Step
+from strata_kernels.structs import Activation, Heat, KvCells, Step
 
 from strata_client import timings
 from strata_client.attached import Attached
 from strata_client.batch import Row
 from strata_client.gpu import batch_decoder, steps
 from strata_client.gpu import engine as one_sequence
+from strata_client.gpu.arguments import kv_cells, sample_options, seen_bits
 from strata_client.gpu.batch_decoder import BatchDecoder
 from strata_client.gpu.decoder import Buffers
 from strata_client.gpu.engine import NOT_FINITE
 from strata_client.gpu.prompt import STAGING_BYTES, Prompt
-from strata_client.gpu.stage import KV_TYPES, Loaded
+from strata_client.gpu.stage import Loaded
 from strata_client.gpu.steps import GpuSteps
 from strata_client.gpu.streaming import ExpertStream
-from strata_client.models.base import U8, ModelError
+from strata_client.models.base import ModelError
 from vmmd.errors import InvalidRequest
 
 
@@ -111,16 +112,9 @@ class GpuBatch:
         tokens = [*row.prompt, *row.tokens]
         options, self._enqueued[row] = row.options, len(tokens) - 1
         assert options.seed is not None
-        how = SampleOptions(
-            options.temperature,
-            options.top_p,
-            options.min_p,
-            options.repeat_penalty,
-            options.seed,
-            min(options.top_k, (1 << 31) - 1),
-            len(row.prompt) - 1,
-        )
-        self._decoder.set_row(len(self._rows), self._cells(row), len(tokens) - 1, tokens[-1], how, self._seen_bits(row))
+        how = sample_options(options, options.seed, len(row.prompt))
+        seen = seen_bits(row.seen, self.attached.model.params.n_vocab)
+        self._decoder.set_row(len(self._rows), self._cells(row), len(tokens) - 1, tokens[-1], how, seen)
         self._rows.append(row)
 
     def leave(self, row: Row) -> None:
@@ -196,18 +190,4 @@ class GpuBatch:
         self._device.upload(self._decoder.buffers["step"].value, step)
 
     def _cells(self, row: Row) -> KvCells:
-        params, kv = self.attached.model.params, row.sequence.kv
-        return KvCells(
-            kv.range.address,
-            kv.range.slab_bytes,
-            kv.cells_per_slab,
-            params.n_kv_heads,
-            params.head_dim,
-            KV_TYPES[self.attached.kv_type],
-        )
-
-    def _seen_bits(self, row: Row) -> U8:
-        """uint8 `[ceil(n_vocab / 32) * 4]`, a bit a token."""
-        seen = np.zeros(-(-self.attached.model.params.n_vocab // 32) * 32, np.uint8)
-        seen[list(row.seen)] = 1
-        return np.packbits(seen, bitorder="little")
+        return kv_cells(row.sequence.kv, self.attached.model.params, self.attached.kv_type)

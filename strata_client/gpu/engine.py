@@ -16,12 +16,12 @@ import numpy as np
 from strata_kernels import structs
 from strata_kernels.compiler import SOURCES
 from strata_kernels.launch import DeviceBuffer, Kernels
-from strata_kernels.structs import SampleOptions
 
 from strata_client import timings
 from strata_client.attached import Attached
 from strata_client.engine import Engine
 from strata_client.gpu import steps
+from strata_client.gpu.arguments import sample_options, seen_bits
 from strata_client.gpu.device import Device
 from strata_client.gpu.owners import LoadedOwner
 from strata_client.gpu.prompt import LOGITS_TOKENS
@@ -122,21 +122,11 @@ class GpuEngine(Engine):
         sequence.keep(prompt)
         if self._pending or self._enqueued != sequence.kept:
             self._place(sequence.kept)
-        seed = int.from_bytes(os.urandom(7)) if options.seed is None else options.seed % (1 << 64)
-        how = SampleOptions(
-            options.temperature,
-            options.top_p,
-            options.min_p,
-            options.repeat_penalty,
-            seed,
-            min(options.top_k, (1 << 31) - 1),
-            len(prompt) - 1,
-        )
+        seed = int.from_bytes(os.urandom(7)) if options.seed is None else options.seed
+        how = sample_options(options, seed, len(prompt))
         buffers, device = self._last_stage.decoder.buffers, self._last_stage.device
         device.upload(buffers["options"].value, np.frombuffer(bytearray(how), np.uint8))
-        seen = np.zeros(-(-self.attached.model.params.n_vocab // 32) * 32, np.uint8)
-        seen[np.asarray(prompt)] = 1
-        device.upload(buffers["seen"].value, np.packbits(seen, bitorder="little"))
+        device.upload(buffers["seen"].value, seen_bits(set(prompt), self.attached.model.params.n_vocab))
         rest = np.asarray(prompt[sequence.kept :], np.int32)
         tokens_max = self._first_stage.prompt.tokens_max
         while len(rest) > tokens_max:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from strata_kernels import structs
 from strata_kernels.launch import Kernels
-from strata_kernels.structs import Activation, KvCells, Step
+from strata_kernels.structs import Activation, Step
 
 from strata_client import timings
 from strata_client.attached import Stage
+from strata_client.gpu.arguments import kv_cells
 from strata_client.gpu.decoder import Decoder
 from strata_client.gpu.device import Device
 from strata_client.gpu.owners import LoadedOwner, Owners
@@ -24,8 +24,6 @@ from strata_client.gpu.streaming import ExpertStream
 from strata_client.mapping import KVRange
 from strata_client.models.base import I32
 from vmmd.driver.cuda_calls import call
-
-KV_TYPES = {"f16": structs.KV_F16, "bf16": structs.KV_BF16, "q8_0": structs.KV_Q8_0}
 
 _TOKEN_OFFSET = Step.token.offset
 
@@ -64,14 +62,7 @@ class GpuStage:
         kernels = loaded.kernels
         device.make_current()
         self.uuid, self.reached_by_uuids = stage.device.uuid, stage.device.reached_by_uuids
-        self._cells = KvCells(
-            kv.range.address,
-            kv.range.slab_bytes,
-            kv.cells_per_slab,
-            params.n_kv_heads,
-            params.head_dim,
-            KV_TYPES[stage.cell.type],
-        )
+        self._cells = kv_cells(kv, params, stage.cell.type)
         self.steps = GpuSteps(stage, device, in_flight_max)
         retired, (decoding, prompts) = self.steps.retired, self.steps.heat
         owners = [loaded.owners[memory.arena[part].device_uuid] for part in memory.owners]

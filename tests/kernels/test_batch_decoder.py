@@ -12,8 +12,8 @@ from strata_kernels.compiler import SOURCES as KERNELS
 from strata_kernels.structs import RING_WORDS, Heat, KvCells, SampleOptions
 
 from strata_client.gpu import batch_decoder, decoder
+from strata_client.gpu.arguments import KV_TYPES
 from strata_client.gpu.batch_decoder import BatchDecoder
-from strata_client.gpu.stage import KV_TYPES
 from strata_client.models.base import F32, U8
 from strata_client.models.gguf_file import open_model_file
 from strata_client.models.qwen3moe import Qwen3Moe

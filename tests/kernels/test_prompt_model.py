@@ -13,8 +13,8 @@ from strata_kernels.structs import Activation, KvCells
 
 from strata_client.gpu import decoder, streaming
 from strata_client.gpu.address_table import AddressTable
+from strata_client.gpu.arguments import KV_TYPES
 from strata_client.gpu.prompt import Prompt
-from strata_client.gpu.stage import KV_TYPES
 from strata_client.gpu.streaming import ExpertStream
 from strata_client.models import qwen3moe
 from strata_client.models.base import F32, I32
