@@ -208,7 +208,8 @@ class Batch:
             self._leave(row)
             self._end(row)
             return
-        self._attached.settle()
+        if row.text.tokens == 1:
+            self._attached.settle()
         if not row.sequence.has_room(wait=False):
             self._leave(row)
             if row.sequence.position >= row.sequence.context:
