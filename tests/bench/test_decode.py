@@ -67,27 +67,34 @@ def model_path(tmp_path_factory: pytest.TempPathFactory, skew: str) -> Iterator[
 
 
 @contextmanager
+def attached_engine(directory: Path, path: Path, context: int) -> Iterator[Any]:
+    """An engine, with the daemon that has this runtime directory."""
+    lines: list[str] = []
+    with (
+        open_model_file(str(path)) as model_file,
+        attach(
+            Qwen3Moe(model_file),
+            model_file,
+            [directory],
+            context=context,
+            device=None,
+            kv_type=None,
+            say=lines.append,
+            say_verbose=lines.append,
+            signals=Signals(),
+            progress=lambda filled, total: None,
+        ) as attached,
+        open_engine(attached) as engine,
+    ):
+        yield engine
+
+
+@contextmanager
 def opened(machine: Machine, path: Path, context: int, config: str = "") -> Iterator[Any]:
     """An engine with a daemon of its own."""
     config = f"host_cap_bytes = {40 * GIB}\ngive_back_delay_s = 0.2\n{config}"
-    with machine.daemon(config) as daemon, open_model_file(str(path)) as model_file:
-        lines: list[str] = []
-        with (
-            attach(
-                Qwen3Moe(model_file),
-                model_file,
-                [daemon.directory],
-                context=context,
-                device=None,
-                kv_type=None,
-                say=lines.append,
-                say_verbose=lines.append,
-                signals=Signals(),
-                progress=lambda filled, total: None,
-            ) as attached,
-            open_engine(attached) as engine,
-        ):
-            yield engine
+    with machine.daemon(config) as daemon, attached_engine(daemon.directory, path, context) as engine:
+        yield engine
 
 
 def tokens_per_s(engine: Any, prompt: int, tokens: int = TOKENS) -> float:

@@ -8,6 +8,7 @@
 #   driver     benches of the CUDA driver
 #   growth     benches of a daemon: growth, opening, refilling, filling, at rest
 #   kernels-bench  the other benches that need a GPU
+#   tests/.../FILE.py  what of a file needs a GPU
 #
 # Without a part all of them; each is run to its end, or for PART_TIMEOUT_S (550).
 # A short summary is printed last. Logs and results are in build/gpu; where OUT is
@@ -41,12 +42,19 @@ parts=("$@")
 
 failed=0
 summary=()
-for part in "${parts[@]}"; do
-  if [ -z "${tests[$part]:-}" ]; then
-    echo "run.sh: no part $part; there are ${!tests[*]}" >&2
+for at in "${!parts[@]}"; do
+  part=${parts[at]}
+  if [ -f "$part" ]; then
+    selected="-s -m gpu $part"
+    part=$(basename "$part" .py)
+    parts[at]=$part
+  elif [ -n "${tests[$part]:-}" ]; then
+    selected=${tests[$part]}
+  else
+    echo "run.sh: no part $part; there are ${!tests[*]}, and files" >&2
     exit 2
   fi
-  read -ra arguments <<<"${tests[$part]}"
+  read -ra arguments <<<"$selected"
   arguments=("${arguments[@]/bench&gpu/bench and gpu}")
   began=$SECONDS
   timeout "${PART_TIMEOUT_S:-550}" python3 -m pytest -q --durations=5 -p no:cacheprovider "${arguments[@]}" >"$out/$part.log" 2>&1
