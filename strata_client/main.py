@@ -208,7 +208,9 @@ def _generate_batch(
         )
         _say_stages(run, engine.attached)
     if results.refused:
-        raise ClientError(f"{results.refused} of {results.printed} prompts have no text, as there was no memory")
+        raise ClientError(
+            f"{results.refused} of {results.printed} prompts have no text; a line above says why for each"
+        )
 
 
 @cli.command()

@@ -11,7 +11,7 @@ class Results:
 
     Attributes:
         printed: how many there are.
-        refused: how many of them have no text, as there was no memory to begin with.
+        refused: how many of them have no text: there was no memory to begin with, or no daemon any more.
         prompt_tokens, tokens: of all that are printed.
     """
 

@@ -147,6 +147,6 @@ def growth_line(cells: int, size_bytes: int, trades: Sequence[wire.Trade]) -> st
 
 
 def size_text(size_bytes: int) -> str:
-    """A size in GiB, below 0.01 GiB in MiB."""
+    """A size in GiB, below 0.1 GiB in MiB."""
     gib = size_bytes / (1 << 30)
-    return f"{gib:.2f} GiB" if gib >= 0.01 else f"{size_bytes / (1 << 20):.2f} MiB"
+    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{size_bytes / (1 << 20):.2f} MiB"

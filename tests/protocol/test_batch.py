@@ -103,7 +103,7 @@ def test_memory_that_is_never_enough() -> None:
     assert done.returncode == 1
     lines = done.stderr.decode().splitlines()
     assert [line.split(": ")[1:3] for line in lines[:2]] == [["prompt 1", "no text"], ["prompt 2", "no text"]]
-    assert lines[-1] == "strata-client: 2 of 2 prompts have no text, as there was no memory"
+    assert lines[-1] == "strata-client: 2 of 2 prompts have no text; a line above says why for each"
 
 
 def test_a_file_of_prompts(daemon: Daemon, tmp_path: Path) -> None:

@@ -384,7 +384,7 @@ def test_refusal() -> None:
         "5.00 MiB unmanaged (other programs, contexts)",
     )
     assert error.message == (
-        "0.03 GiB (9 slabs) asked for on gpu0, 6.00 MiB free of a cap of 0.02 GiB; "
+        "27.00 MiB (9 slabs) asked for on gpu0, 6.00 MiB free of a cap of 24.00 MiB; "
         + "; ".join(error.holders)
         + ". Raise the device's cap_bytes, or end a session"
     )
@@ -439,7 +439,7 @@ def test_parked_conversations_give_before_arenas() -> None:
         assert (made.devices, made.drop, made.reclaim) == ([], [], reclaim)
     with pytest.raises(Exhausted) as refused:
         world.plan(9)
-    assert "parked conversations hold 0.01 GiB" in refused.value.message
+    assert "parked conversations hold 15.00 MiB" in refused.value.message
     assert "session 5060" not in refused.value.message
 
 

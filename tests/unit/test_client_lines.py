@@ -30,9 +30,11 @@ def test_growth_without_slots_has_no_line() -> None:
     assert growth_line(160, 1 << 20, [wire.Trade(slabs=1)]) == ""
 
 
-@pytest.mark.parametrize(("size", "text"), [(1 << 20, "1.00 MiB"), (1 << 30, "1.00 GiB"), (11 << 20, "0.01 GiB")])
+@pytest.mark.parametrize(
+    ("size", "text"), [(1 << 20, "1.00 MiB"), (1 << 30, "1.00 GiB"), (96 << 20, "96.00 MiB"), (384 << 20, "0.38 GiB")]
+)
 def test_small_sizes_are_said_in_mib(size: int, text: str) -> None:
-    """Below 0.01 GiB a size is given in MiB."""
+    """Below 0.1 GiB a size is given in MiB."""
     assert size_text(size) == text
 
 

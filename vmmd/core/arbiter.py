@@ -402,5 +402,5 @@ def refusal(
 
 
 def size_text(n_bytes: int) -> str:
-    """A size for a person: GiB from 0.01 GiB up, else MiB."""
-    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 // 100 else f"{n_bytes / 2**20:.2f} MiB"
+    """A size for a person: GiB from 0.1 GiB up, else MiB."""
+    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 // 10 else f"{n_bytes / 2**20:.2f} MiB"
