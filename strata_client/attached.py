@@ -9,9 +9,10 @@ from strata_api.v1 import memory_pb2 as wire
 from strata_api.v1 import pages
 
 from strata_client import timings
+from strata_client.cells import CellShape, KVRange, choose_slab_bytes
 from strata_client.connection import Asked, NoDaemon, raise_descriptor_limit
 from strata_client.devices import Peer, choose_device, choose_peers, is_gpu
-from strata_client.mapping import CellShape, KVRange, Shape, choose_slab_bytes
+from strata_client.model_memory import Shape
 from strata_client.models.base import F32, I32
 from strata_client.models.gguf_file import ModelFile
 from strata_client.models.qwen3moe import Qwen3Moe

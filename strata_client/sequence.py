@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from strata_api.v1 import memory_pb2 as wire
 
-from strata_client.mapping import KVRange
+from strata_client.cells import KVRange
 from strata_client.session import Session
 from strata_client.transcript import Transcript
 from vmmd.errors import Exhausted, LeaseRevoked, Unavailable

@@ -19,23 +19,13 @@ from strata_api.v1 import memory_pb2 as wire
 from strata_api.v1 import pages
 
 from strata_client import connection, timings
+from strata_client.cells import CELLS_MULTIPLE, CellShape, KVRange, cells_per_slab
 from strata_client.devices import is_gpu
-from strata_client.mapping import (
-    CELLS_MULTIPLE,
-    U64,
-    Batch,
-    CellShape,
-    Changes,
-    ClientMemory,
-    KVRange,
-    MappedRange,
-    Shape,
-    Steps,
-    cells_per_slab,
-    map_page,
-)
+from strata_client.mapping import U64, Fetched, MappedRange, map_page
+from strata_client.model_memory import ClientMemory, Shape
 from strata_client.models.base import ExpertStack
 from strata_client.startup import Later
+from strata_client.steps import Changes, Steps
 from vmmd.driver import membarrier
 from vmmd.driver.base import Mapper
 from vmmd.driver.host_memfd import HostMapper
@@ -217,7 +207,7 @@ class Session:
             for mapper, range_, reader in zip(mappers, ranges, readers, strict=True)
         )
         n_experts = shape.n_layers * shape.n_experts
-        batch = Batch([weights, *arena], n_experts)
+        batch = Fetched([weights, *arena], n_experts)
         with timings.stage("map"):
             self._broker.fetch(opened.batch_id, lambda grant: batch.take(grant.entries, grant.fds))
         self._home_ranges.add(homes.range_id)
@@ -248,7 +238,7 @@ class Session:
         Errors: as `create_kv`; `PreconditionFailed` if another session uses it.
         """
         kv, reply = self._create_kv(model_id, device, cell, cells_max, wire.Conversation(name=name, layout=cell.layout))
-        tokens = self._fetch(reply.batch_id, Batch([kv.range], cells_max=cells_max)).tokens
+        tokens = self._fetch(reply.batch_id, Fetched([kv.range], cells_max=cells_max)).tokens
         if tokens is None:
             raise VmmError("the daemon granted the conversation without its token page")
         complete = int(tokens[pages.WORD_COMPLETE])
@@ -378,7 +368,7 @@ class Session:
             with ExitStack() as locks:
                 for range_ in ranges:
                     locks.enter_context(range_.lock)
-                self._fetch(reply.batch_id, Batch(ranges))
+                self._fetch(reply.batch_id, Fetched(ranges))
 
     def close(self) -> None:
         """Gives everything back, unmaps it and ends the session; the private daemon leaves."""
@@ -472,7 +462,7 @@ class Session:
                 if range_.range_id in self._home_ranges:
                     self._map_homes(event.slabs_added.batch_id, range_)
                 else:
-                    self._fetch(event.slabs_added.batch_id, Batch([range_]))
+                    self._fetch(event.slabs_added.batch_id, Fetched([range_]))
             except VmmError as error:  # what is not mapped is read from its home
                 self.troubles.append(f"memory that was added could not be had: {error}")
         else:
@@ -484,7 +474,7 @@ class Session:
         if removed.revocation_id:
             self._outgoing.put(wire.WatchRequest(released_revocation_id=removed.revocation_id))
 
-    def _fetch(self, batch_id: int, batch: Batch) -> Batch:
+    def _fetch(self, batch_id: int, batch: Fetched) -> Fetched:
         self._broker.fetch(batch_id, lambda grant: self._change(lambda: batch.take(grant.entries, grant.fds)))
         return batch
 

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from strata_api.v1 import pages
 
-from strata_client.mapping import U64, ClientMemory, MappedRange
+from strata_client.mapping import U64, MappedRange
+from strata_client.model_memory import ClientMemory
 from vmmd.errors import VmmError
 
 I64 = npt.NDArray[np.int64]

@@ -6,7 +6,7 @@ import numpy as np
 from strata_kernels import structs
 from strata_kernels.structs import KvCells, SampleOptions
 
-from strata_client.mapping import KVRange
+from strata_client.cells import KVRange
 from strata_client.models.base import U8
 from strata_client.models.qwen3moe_file import Params
 from strata_client.sampler import SamplerOptions

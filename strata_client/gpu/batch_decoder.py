@@ -21,7 +21,7 @@ from strata_kernels.structs import Heat, KvCells, Matrix, SampleOptions, Step
 from strata_client.gpu.decoder import Buffers, Weights
 from strata_client.gpu.device import Array, Device
 from strata_client.gpu.launches import SizedLaunches, capture, launch_graph
-from strata_client.mapping import ClientMemory
+from strata_client.model_memory import ClientMemory
 from strata_client.models.base import U8
 from strata_client.models.qwen3moe import Qwen3Moe
 from vmmd.driver.cuda_calls import call

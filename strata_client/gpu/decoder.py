@@ -14,7 +14,7 @@ from strata_kernels.structs import Activation, Heat, KvCells, Matrix, SampleOpti
 
 from strata_client.gpu.device import Device
 from strata_client.gpu.launches import capture, launch_graph
-from strata_client.mapping import ClientMemory
+from strata_client.model_memory import ClientMemory
 from strata_client.models.base import ModelError
 from strata_client.models.qwen3moe import Qwen3Moe
 

@@ -27,7 +27,7 @@ from strata_client.gpu.decoder import Buffers, Weights
 from strata_client.gpu.device import Device
 from strata_client.gpu.launches import SizedLaunches
 from strata_client.gpu.streaming import ExpertStream
-from strata_client.mapping import ClientMemory
+from strata_client.model_memory import ClientMemory
 from strata_client.models.base import I32
 from strata_client.models.qwen3moe import Qwen3Moe
 from strata_client.models.qwen3moe_file import Params

@@ -14,6 +14,7 @@ from strata_kernels.structs import Activation, Step
 
 from strata_client import timings
 from strata_client.attached import Stage
+from strata_client.cells import KVRange
 from strata_client.gpu.arguments import kv_cells
 from strata_client.gpu.decoder import Decoder
 from strata_client.gpu.device import Device
@@ -21,7 +22,6 @@ from strata_client.gpu.owners import LoadedOwner, Owners
 from strata_client.gpu.prompt import STAGING_BYTES, Prompt
 from strata_client.gpu.steps import GpuSteps
 from strata_client.gpu.streaming import ExpertStream
-from strata_client.mapping import KVRange
 from strata_client.models.base import I32
 from vmmd.driver.cuda_calls import call
 

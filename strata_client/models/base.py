@@ -1,8 +1,8 @@
 """What a model needs of memory: the seam between arithmetic and leased ranges.
 
 A model is given a `Memory` and a `KVCache` and knows nothing of daemons, ranges
-or slabs. `strata_client.mapping` implements both on mapped ranges; tests implement
-them on plain files and arrays.
+or slabs. `strata_client.model_memory` and `strata_client.cells` implement them on
+mapped ranges, tests on plain files and arrays.
 """
 
 from collections.abc import Sequence

@@ -23,7 +23,8 @@ from strata_api.v1 import memory_pb2, pages
 
 from strata_client.connection import raise_descriptor_limit
 from strata_client.devices import choose_device, choose_peers
-from strata_client.mapping import MappedRange, Place, Shape
+from strata_client.mapping import MappedRange
+from strata_client.model_memory import Place, Shape
 from strata_client.models.base import ExpertStack, WeightExtent
 from tests.helpers import fake_cuda
 from tests.helpers.cuda_kernels import Kernels

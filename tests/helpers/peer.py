@@ -26,7 +26,8 @@ from grpc_status import rpc_status  # noqa: F401
 from strata_api.v1 import admin_pb2, admin_pb2_grpc, broker_pb2, memory_pb2, memory_pb2_grpc, pages
 
 from strata_client import connection
-from strata_client.mapping import CellShape, KVRange, Shape
+from strata_client.cells import CellShape, KVRange
+from strata_client.model_memory import Shape
 from strata_client.models.base import ExpertStack, WeightExtent
 from strata_client.session import OpenedModel, Session
 from strata_client.transcript import Transcript

@@ -8,7 +8,7 @@ import pytest
 from strata_api.v1 import pages
 
 from strata_client.gpu.address_table import AddressTable
-from strata_client.mapping import ClientMemory, Shape
+from strata_client.model_memory import ClientMemory, Shape
 from vmmd.errors import VmmError
 
 SLAB = 1 << 21

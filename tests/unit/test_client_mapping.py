@@ -9,20 +9,11 @@ import pytest
 from strata_api.v1 import memory_pb2 as wire
 from strata_api.v1 import pages
 
-from strata_client.mapping import (
-    CellShape,
-    Changes,
-    ClientMemory,
-    KVRange,
-    MappedRange,
-    Shape,
-    Steps,
-    cells_per_slab,
-    choose_slab_bytes,
-    consecutive_runs,
-    weight_offsets,
-)
+from strata_client.cells import CellShape, KVRange, cells_per_slab, choose_slab_bytes
+from strata_client.mapping import MappedRange, consecutive_runs
+from strata_client.model_memory import ClientMemory, Shape, weight_offsets
 from strata_client.models.base import WeightExtent
+from strata_client.steps import Changes, Steps
 from vmmd.errors import InvalidRequest, NoDevice, StaleGeneration, VmmError
 
 MIB = 1 << 20
