@@ -49,8 +49,12 @@ def capture(device: Device, launches: Iterable[Callable[[], None]]) -> Any:
     try:
         for launch in launches:
             launch()
-    finally:
-        graph = call(cu.cuStreamEndCapture, stream)
+    except BaseException:
+        _, graph = cu.cuStreamEndCapture(stream)  # none where other streams' work was begun: what failed is the error
+        if graph:
+            cu.cuGraphDestroy(graph)
+        raise
+    graph = call(cu.cuStreamEndCapture, stream)
     executable = call(cu.cuGraphInstantiate, graph, 0)
     call(cu.cuGraphUpload, executable, stream)
     call(cu.cuGraphDestroy, graph)

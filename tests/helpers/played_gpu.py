@@ -34,9 +34,9 @@ def play(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     require_host_compiler()
     rng = np.random.default_rng(np.random.default_rng().integers(1 << 32))
-    for module in (decoder, gpu_engine, prompt, streaming):
-        monkeypatch.setattr(module, "DeviceBuffer", HostBuffer)
     devices: list[HostDevice] = []
+    for module in (decoder, gpu_engine, prompt, streaming):
+        monkeypatch.setattr(module, "DeviceBuffer", lambda size_bytes: HostBuffer(size_bytes, devices[0].cu))
     uuids: list[str] = []
     lock = threading.Lock()  # several may be loaded at once
 
