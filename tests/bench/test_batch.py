@@ -21,7 +21,7 @@ from tests.helpers.cuda_peer import GIB, Machine
 from tests.helpers.require_gpu import require_gpu
 from vmmd.driver import cuda_calls
 
-pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(400)]
 
 TOKENS = 160
 CONTEXT = 1024

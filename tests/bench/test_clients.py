@@ -19,7 +19,7 @@ from tests.helpers.cuda_peer import GIB, Machine
 from tests.helpers.daemon import Daemon
 from tests.helpers.require_gpu import require_gpu
 
-pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(400)]
 
 CAP_GIB = 16
 CLIENTS = 4

@@ -27,7 +27,7 @@ from tests.helpers.require_gpu import require_gpu
 from vmmd.driver import cuda_calls
 from vmmd.driver.cuda_calls import call
 
-pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(400)]
 
 TOKENS = 128
 WARMING = 512

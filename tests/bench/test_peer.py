@@ -25,7 +25,7 @@ from tests.bench.test_decode import EXPERTS_GIB, REST_GIB, decoded, write
 from tests.helpers.cuda_peer import GIB, Machine
 from tests.helpers.daemon import Daemon
 
-pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(400)]
 
 WARMING = {False: 256, True: 512}
 """Tokens before those that are timed, alone and with the peer: as many as make the hot experts known and bring them."""

@@ -22,7 +22,7 @@ from tests.bench.test_decode import tokens_per_s, write
 from tests.bench.test_peer import PROMPT
 from tests.helpers.cuda_peer import GIB, Machine
 
-pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(400)]
 
 DEPTH = 4096
 

@@ -42,6 +42,8 @@ parts=("$@")
 
 failed=0
 summary=()
+part_pid=
+trap '[ -z "$part_pid" ] || kill -TERM -- "-$part_pid" 2>/dev/null' EXIT
 for at in "${!parts[@]}"; do
   part=${parts[at]}
   if [ -f "$part" ]; then
@@ -57,8 +59,15 @@ for at in "${!parts[@]}"; do
   read -ra arguments <<<"$selected"
   arguments=("${arguments[@]/bench&gpu/bench and gpu}")
   began=$SECONDS
-  timeout "${PART_TIMEOUT_S:-550}" python3 -m pytest -q --durations=5 -p no:cacheprovider "${arguments[@]}" >"$out/$part.log" 2>&1
+  # a thread ends a test that is over its time also while it waits within the driver, and with it the part
+  timeout "${PART_TIMEOUT_S:-550}" python3 -m pytest -q --durations=5 -p no:cacheprovider -o timeout_method=thread \
+    "${arguments[@]}" >"$out/$part.log" 2>&1 &
+  part_pid=$!
+  wait $part_pid
   status=$?
+  # what is left of a part that was cut off, in its process group: a daemon that holds the GPUs, for instance
+  kill -TERM -- "-$part_pid" 2>/dev/null && sleep 2
+  part_pid=
   # 5: nothing to run in this part
   if [ $status -ne 0 ] && [ $status -ne 5 ]; then
     failed=1

@@ -192,7 +192,7 @@ def test_sanitizer(daemon: Daemon, tool: str) -> None:
     command = ["-m", "strata_client.main", "generate", prompt, "--max-tokens", "8", "--temperature", "0"]
     done = subprocess.run(
         [program, "--tool", tool, "--error-exitcode", "7", sys.executable, *command, "--socket", str(daemon.directory)],
-        capture_output=True, timeout=400, check=False, text=True,
+        capture_output=True, timeout=240, check=False, text=True,
     )  # fmt: skip
     print(done.stdout[-4000:], done.stderr[-2000:])
     if "Device not supported" in done.stdout + done.stderr:
