@@ -1,7 +1,7 @@
 """Loads the CUDA kernels and launches them.
 
 Everything here works in the calling thread's current context, and nothing waits for the
-GPU but `DeviceBuffer`'s copies. What a launch needs is put together once (`Kernels.prepare`);
+GPU but `DeviceBuffer`. What a launch needs is put together once (`Kernels.prepare`);
 calling the result is one call of the driver.
 """
 
@@ -191,8 +191,9 @@ class DeviceBuffer:
         call(self._cu.cuMemcpyDtoH, array.ctypes.data, self._place(array, offset), array.nbytes)
 
     def fill(self, byte: int) -> None:
-        """Sets every byte, in stream 0."""
+        """Sets every byte, and waits: streams that are not ordered behind stream 0 may write there next."""
         call(self._cu.cuMemsetD8, self.address, byte, self.size_bytes)
+        call(self._cu.cuStreamSynchronize, 0)  # setting device memory returns before it is done
 
     def close(self) -> None:
         """Frees the memory; again is fine."""
