@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -71,11 +72,23 @@ def decode(directory: str, model: str, seed: int, together: Barrier, answer: Con
         together.wait(WAIT_S)
 
 
+def meet(together: Barrier, processes: Sequence[BaseProcess]) -> None:
+    """Waits for all of them, unless one has ended."""
+    until = time.perf_counter() + WAIT_S
+    while together.n_waiting < len(processes):
+        ended = [process.exitcode for process in processes if process.exitcode is not None]
+        assert not ended, f"a client has ended with {ended}"
+        assert time.perf_counter() < until, f"{together.n_waiting} of {len(processes)} clients came in {WAIT_S} s"
+        time.sleep(0.01)
+    together.wait(WAIT_S)
+
+
 def tokens_of(daemon: Daemon, model: Path, clients: int) -> tuple[list[int], float]:
     """Tokens that each of so many clients decoded meanwhile, and GiB of the GPU that experts had at the end."""
     context = multiprocessing.get_context("spawn")
     together = context.Barrier(clients + 1)
-    answers, processes = [], []
+    answers: list[Connection] = []
+    processes: list[BaseProcess] = []
     for seed in range(clients):
         answer, theirs = context.Pipe(duplex=False)
         arguments = (os.fspath(daemon.directory), os.fspath(model), seed, together, theirs)
@@ -83,11 +96,11 @@ def tokens_of(daemon: Daemon, model: Path, clients: int) -> tuple[list[int], flo
         processes[-1].start()
         theirs.close()
         answers.append(answer)
-    together.wait(WAIT_S)
+    meet(together, processes)
     tokens = [answer.recv() for answer in answers]
-    together.wait(WAIT_S)
+    meet(together, processes)
     experts_gib = daemon.status()["devices"][0]["experts_bytes"] / GIB
-    together.wait(WAIT_S)
+    meet(together, processes)
     for process in processes:
         process.join(WAIT_S)
     assert [process.exitcode for process in processes] == [0] * clients
