@@ -38,6 +38,9 @@ _PART_SOURCES = ("decode_part", "crossing")
 CHUNKS_AHEAD = 2
 """Chunks of a prompt that may wait for a stage."""
 
+TOKEN_BYTES = 4
+"""Of a token in device memory."""
+
 NOT_FINITE = (1 << 64) - 1
 """What `ring` has instead of a token."""
 
@@ -103,11 +106,12 @@ class GpuEngine(Engine):
             target.device.make_current()
             self._inboxes.append(DeviceBuffer(CHUNKS_AHEAD * self._chunk_bytes))
             places = [self._inboxes[-1].address + i * self._chunk_bytes for i in range(CHUNKS_AHEAD)]
-            self._chunks.append(Crossing(source, target, places))
-            self._activations.append(Crossing(source, target, [target.decoder.passed[0]]))
+            self._chunks.append(Crossing(source, target, places, self._chunk_bytes))
+            address, size_bytes = target.decoder.passed
+            self._activations.append(Crossing(source, target, [address], size_bytes))
         self._chosen: Crossing | None = None  # from the last to the first, the token that comes next
         if len(self._stages) > 1:
-            self._chosen = Crossing(self._last_stage, self._first_stage, [self._first_stage.token])
+            self._chosen = Crossing(self._last_stage, self._first_stage, [self._first_stage.token], TOKEN_BYTES)
         self._pending: deque[int] = deque()  # steps whose tokens are not read
         self._enqueued: int | None = 0  # cells that are filled once all steps have ended; None: nobody knows
         self._computing: list[int] = []  # tokens whose cells are filled once the next token is read
@@ -240,7 +244,7 @@ class GpuEngine(Engine):
     def _send_token(self) -> None:
         """What `sample` has chosen goes to the first stage, if that is another."""
         if self._chosen is not None:
-            self._chosen.send(self._last_stage.token, 4)
+            self._chosen.send(self._last_stage.token, TOKEN_BYTES)
 
     def _enqueue(self, n: int, launch: Callable[[int], None], *, prompt: bool) -> int:
         """Enqueues a step of n tokens, which `launch` does stage by stage; its number in the last."""

@@ -17,7 +17,7 @@ from strata_client.attached import Stage
 from strata_client.cells import KVRange
 from strata_client.gpu.arguments import kv_cells
 from strata_client.gpu.decoder import Decoder
-from strata_client.gpu.device import Device
+from strata_client.gpu.device import Array, Device
 from strata_client.gpu.owners import LoadedOwner, Owners
 from strata_client.gpu.prompt import STAGING_BYTES, Prompt
 from strata_client.gpu.steps import GpuSteps
@@ -123,17 +123,22 @@ class Crossing:
     """Memory that goes from one GPU's stream to another's, in the order of both; no thread waits for it.
 
     Each piece is copied to the next of some places on the target, in turn, as soon as the target's stream is done
-    with what was there. So the source runs ahead as far as there are places.
+    with what was there. So the source runs ahead as far as there are places. Without a path a piece rests in pinned
+    host memory between two copies: one between GPUs would keep this thread until its turn had come.
     """
 
-    def __init__(self, source: GpuStage, target: GpuStage, places: Sequence[int]) -> None:
-        """Takes the places' addresses on the target. Errors: `DriverError`."""
+    def __init__(self, source: GpuStage, target: GpuStage, places: Sequence[int], size_bytes: int) -> None:
+        """Takes the places' addresses on the target, and the most bytes of a piece. Errors: `DriverError`."""
         self._source, self._target = source.device, target.device
         self._places = places
         self._sent = self._received = 0
         self._source.make_current()
+        self._between: list[Array] = []  # for each place, where there is no path
+        self._lengths = [0] * len(places)  # of what is there
         if source.uuid in target.reached_by_uuids:
             self._source.reach(self._target)
+        else:
+            self._between = [self._source.pinned(size_bytes, np.uint8) for _ in places]
         self._arrived = [self._source.event() for _ in places]
         self._target.make_current()
         self._free = [self._target.event() for _ in places]
@@ -143,16 +148,23 @@ class Crossing:
         cu, stream, place = self._source.cu, self._source.stream, self._sent % len(self._places)
         self._sent += 1
         call(cu.cuStreamWaitEvent, stream, self._free[place], 0)
-        call(
-            cu.cuMemcpyPeerAsync, self._places[place], self._target.context, address, self._source.context, size_bytes,
-            stream,
-        )  # fmt: skip
+        if self._between:
+            call(cu.cuMemcpyDtoHAsync, self._between[place].ctypes.data, address, size_bytes, stream)
+            self._lengths[place] = size_bytes
+        else:
+            call(
+                cu.cuMemcpyPeerAsync, self._places[place], self._target.context, address, self._source.context,
+                size_bytes, stream,
+            )  # fmt: skip
         call(cu.cuEventRecord, self._arrived[place], stream)
 
     def receive(self) -> int:
         """Lets the target's stream wait for what was sent next; its place. Errors: `DriverError`."""
-        place = self._received % len(self._places)
-        call(self._target.cu.cuStreamWaitEvent, self._target.stream, self._arrived[place], 0)
+        cu, stream, place = self._target.cu, self._target.stream, self._received % len(self._places)
+        call(cu.cuStreamWaitEvent, stream, self._arrived[place], 0)
+        if self._lengths[place]:
+            between = self._between[place].ctypes.data
+            call(cu.cuMemcpyHtoDAsync, self._places[place], between, self._lengths[place], stream)
         return self._places[place]
 
     def release(self) -> None:

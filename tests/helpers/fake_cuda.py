@@ -37,8 +37,10 @@ class CUresult(IntEnum):
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_NO_DEVICE = 100
+    CUDA_ERROR_INVALID_DEVICE = 101
     CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_OPERATING_SYSTEM = 304
+    CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
     CUDA_ERROR_NOT_PERMITTED = 800
     CUDA_ERROR_NOT_SUPPORTED = 801
@@ -123,8 +125,8 @@ class FakeCuda:
         self.registered: dict[int, int] = {}
         self.pinned: dict[int, mmap.mmap] = {}
         self.allocated: dict[int, Path] = {}
-        self.streams: set[int] = set()
-        self.events: set[int] = set()
+        self.streams: dict[int, int] = {}  # and contexts that they were made in
+        self.events: dict[int, int] = {}
         self.contexts: Counter[int] = Counter()
         self.dead: set[int] = set()  # contexts in which every call fails
         self._current = threading.local()
@@ -345,6 +347,9 @@ class FakeCuda:
         end = address + size
         while address < end:
             slab = self.mapped[address]
+            for place in (d.location for d in descriptions if d.location.type == 1):
+                is_own = slab[2] != 1 or slab[3] == place.id
+                self._require(place.id < len(self.visible) and (is_own or self.peers), "CUDA_ERROR_INVALID_DEVICE")
             writable = descriptions[0].flags == 2
             prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
             _libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(slab[1]), prot)
@@ -400,32 +405,32 @@ class FakeCuda:
         self._need_context()
 
     def cuStreamCreate(self, flags: int) -> int:
-        self._need_context()
+        context = self._need_context()
         self._next += 1
-        self.streams.add(self._next)
+        self.streams[self._next] = context
         return self._next
 
     def cuStreamDestroy(self, stream: int) -> None:
-        self.streams.remove(stream)
+        del self.streams[stream]
 
     def cuStreamSynchronize(self, stream: int) -> None:
         assert stream in self.streams
 
     def cuEventCreate(self, flags: int) -> int:
-        self._need_context()
+        context = self._need_context()
         with self._lock:
             self._next += 1
-            self.events.add(self._next)
+            self.events[self._next] = context
             return self._next
 
     def cuEventRecord(self, event: int, stream: int) -> None:
-        assert event in self.events and stream in self.streams
+        self._require(self.events[event] == self.streams[stream], "CUDA_ERROR_INVALID_HANDLE")
 
     def cuEventSynchronize(self, event: int) -> None:
         assert event in self.events
 
     def cuEventDestroy(self, event: int) -> None:
-        self.events.remove(event)
+        del self.events[event]
 
     def cuMemcpyAsync(self, target: int, source: int, size: int, stream: int) -> None:
         self._need_context()

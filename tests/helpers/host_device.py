@@ -188,6 +188,8 @@ class HostCuda:
         self._enqueue(stream, lambda: ctypes.memmove(target, source, size_bytes), kind=_Kind.COPY)
         return OK
 
+    cuMemcpyHtoDAsync = cuMemcpyDtoHAsync = cuMemcpyAsync
+
     def cuMemcpyPeerAsync(
         self, target: int, target_context: int, source: int, source_context: int, size_bytes: int, stream: int
     ) -> tuple[int]:
@@ -251,11 +253,18 @@ class HostCuda:
         return OK
 
     def enqueue(
-        self, stream: int, run: Callable[[], Any], args: Sequence[Any] = (), *, programmatic: bool = False
+        self,
+        stream: int,
+        run: Callable[[], Any],
+        args: Sequence[Any] = (),
+        *,
+        loaded_on: int | None = None,
+        programmatic: bool = False,
     ) -> None:
         """Puts a kernel at the end of a stream, or into the graph captured there; `args` are of ctypes' types."""
         on = self._streams[stream - 1]
         assert on.device == self.current, "a kernel is launched while another device is current"
+        assert loaded_on in (None, on.device), "a kernel is launched that was loaded on another device"
         for arg in args:
             data = bytes(arg)
             for word in np.frombuffer(data[: len(data) // 8 * 8], np.uint64).tolist():
@@ -280,6 +289,7 @@ class HostCuda:
 
     def pinned(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """A zeroed array that lives as long as the process."""
+        assert self.current is not None
         self._check_allocation()
         self._pinned.append(np.zeros(shape, dtype))
         return self._pinned[-1]
@@ -371,8 +381,8 @@ class HostDevice:
         self.synchronize()
 
     def event(self) -> _Event:
-        """An event."""
-        return _Event(self.context)
+        """An event, of the current device as with CUDA."""
+        return self.cu.cuEventCreate(0)[1]
 
     def pinned(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """A zeroed array that every device reaches."""
@@ -422,10 +432,11 @@ class HostLaunch:
 
 
 class HostKernelSet:
-    """In the place of `strata_kernels.launch.Kernels`."""
+    """In the place of `strata_kernels.launch.Kernels`: kernels of the current device."""
 
     def __init__(self, device: HostDevice, sources: Sequence[Path]) -> None:
         self._cu = device.cu
+        self._device = device.cu.current
         self._kernels = {name: kernels for kernels in map(HostKernels.compile, sources) for name in kernels.names}
 
     def prepare(
@@ -445,7 +456,7 @@ class HostKernelSet:
             kernels.launch(name, grid, block, values, shared_bytes)
 
         def enqueue(work: Callable[[], None], values: Sequence[Any]) -> None:
-            self._cu.enqueue(stream, work, values, programmatic=programmatic)
+            self._cu.enqueue(stream, work, values, loaded_on=self._device, programmatic=programmatic)
 
         return HostLaunch(run, list(map(as_value, args)), grid, enqueue)
 

@@ -1,11 +1,14 @@
 """The GPUs that the host plays for tests: several devices, what orders their streams, and graphs across them."""
 
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 import pytest
+from strata_kernels.structs import Piece
 
-from tests.helpers.host_device import HostDevice
+from tests.helpers.host_device import HostBuffer, HostDevice
 
 
 def devices(seed: int) -> tuple[HostDevice, HostDevice]:
@@ -20,8 +23,8 @@ def test_streams_of_two_devices_run_in_any_order_unless_an_event_orders_them() -
     for seed in range(64):
         first, second = devices(seed)
         done: list[int] = []
-        event, is_ordered = first.event(), bool(seed % 2)
         first.make_current()
+        event, is_ordered = first.event(), bool(seed % 2)
         first.cu.enqueue(first.stream, partial(done.append, 1))
         first.cu.cuEventRecord(event, first.stream)
         if is_ordered:
@@ -50,10 +53,71 @@ def test_memory_crosses_in_stream_order() -> None:
 def test_what_is_enqueued_is_the_current_device_s() -> None:
     """A kernel on another device's stream, and an event recorded there, are errors, as with CUDA."""
     first, second = devices(2)
+    cu = first.cu
     with pytest.raises(AssertionError, match="another device is current"):
-        second.cu.enqueue(first.stream, lambda: None)
+        cu.enqueue(first.stream, lambda: None)
+    with pytest.raises(AssertionError, match="loaded on another device"):
+        cu.enqueue(second.stream, lambda: None, loaded_on=first.context)
+    buffer = HostBuffer(256, cu)
+    first.make_current()
     with pytest.raises(AssertionError, match="another device's stream"):
-        second.cu.cuEventRecord(first.event(), second.stream)
+        cu.cuEventRecord(first.event(), second.stream)
+    for address in (ctypes.c_uint64(buffer.address), Piece(0, buffer.address + 16, 1)):
+        with pytest.raises(AssertionError, match="memory of device 1 is given to device 0"):
+            cu.enqueue(first.stream, lambda: None, [address])
+    with ThreadPoolExecutor(1) as other, pytest.raises(AssertionError, match="no device is current in this thread"):
+        other.submit(cu.cuStreamSynchronize, first.stream).result()
+
+
+def test_a_pinned_array_is_read_when_its_turn_comes() -> None:
+    """As with CUDA; another one is read at once."""
+    device, _ = devices(3)
+    device.make_current()
+    targets, pinned, pageable = np.zeros(2, np.int32), device.pinned(1, np.int32), np.zeros(1, np.int32)
+    for at, array in enumerate((pinned, pageable)):
+        array[0] = 1
+        device.upload(targets.ctypes.data + 4 * at, array)
+        array[0] = 2
+    device.synchronize()
+    assert targets.tolist() == [2, 1]
+
+
+def test_what_a_capture_does_not_allow() -> None:
+    """Unjoined work of another stream gives no graph; waiting, allocating and crossing its edge are errors."""
+    first, second = devices(4)
+    cu, graphs = first.cu, list[tuple[int, object]]()
+    join = second.event()
+    first.make_current()
+    fork, before = first.event(), first.event()
+    cu.cuEventRecord(before, first.stream)
+    for is_joined in (False, True):
+        first.make_current()
+        cu.cuStreamBeginCapture(first.stream, 1)
+        cu.cuEventRecord(fork, first.stream)
+        cu.cuStreamWaitEvent(second.stream, fork, 0)
+        second.make_current()
+        cu.enqueue(second.stream, lambda: None)
+        cu.cuEventRecord(join, second.stream)
+        first.make_current()
+        if is_joined:
+            cu.cuStreamWaitEvent(first.stream, join, 0)
+        with pytest.raises(AssertionError, match="not captured"):
+            cu.cuStreamWaitEvent(first.stream, before, 0)
+        with pytest.raises(AssertionError, match="cannot be waited for"):
+            first.synchronize()
+        with pytest.raises(AssertionError, match="cannot be waited for"):
+            cu.cuEventSynchronize(join)
+        with pytest.raises(AssertionError, match="allocates memory"):
+            first.pinned(1, np.int32)
+        with pytest.raises(AssertionError, match="cannot be captured"):
+            cu.cuMemcpyPeerAsync(0, second.context, 0, first.context, 4, second.stream)
+        if is_joined:
+            with pytest.raises(AssertionError, match="programmatic launch behind an event"):
+                cu.enqueue(first.stream, lambda: None, programmatic=True)
+        graphs.append(cu.cuStreamEndCapture(first.stream))
+    assert [code for code, _ in graphs] == [904, 0]
+    with pytest.raises(AssertionError, match="a capture that has ended"):
+        cu.cuStreamWaitEvent(first.stream, join, 0)
 
 
 def test_a_graph_across_devices() -> None:
@@ -62,8 +126,9 @@ def test_a_graph_across_devices() -> None:
         first, second = devices(seed)
         cu = first.cu
         done: list[str] = []
-        fork, join = first.event(), second.event()
+        join = second.event()
         first.make_current()
+        fork = first.event()
         cu.cuStreamBeginCapture(first.stream, 1)
         cu.enqueue(first.stream, partial(done.append, "fork"))
         cu.cuEventRecord(fork, first.stream)
