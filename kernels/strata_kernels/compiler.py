@@ -16,6 +16,7 @@ import importlib
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,9 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 HEADERS = ("cuda_fp16.h", "cuda_bf16.h")
 COMPILER_PACKAGE, HEADERS_PACKAGE = "nvidia-cuda-nvrtc", "nvidia-cuda-runtime"
+
+_compiling = threading.Lock()
+"""NVRTC compiles one program at a time in a process."""
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -83,7 +87,7 @@ def kernel_sources() -> tuple[Path, ...]:
 def compile_source(source: Path, architecture: str, types: Sequence[str] | None = None) -> Compiled:
     """Compiles one ``.cu`` file, or takes what an earlier call compiled.
 
-    Any thread and process may call it at the same time as any other: at worst both compile.
+    Any thread and process may call it at the same time as any other: at worst two processes compile the same.
 
     Args:
         source: the file. What it includes with quotes lies beside it, or else beside the product's kernels.
@@ -109,10 +113,13 @@ def compile_source(source: Path, architecture: str, types: Sequence[str] | None 
     directory = cache_directory()
     found = _load(directory, key)
     if found is None:
-        nvrtc, _ = _nvrtc()
-        options = (*options, f"--include-path={include_directory()}")
-        found = _compile(nvrtc, source.name, texts, options, architecture)
-        _keep(directory, key, *found)
+        with _compiling:
+            found = _load(directory, key)  # another thread may have compiled it meanwhile, for another GPU
+            if found is None:
+                nvrtc, _ = _nvrtc()
+                options = (*options, f"--include-path={include_directory()}")
+                found = _compile(nvrtc, source.name, texts, options, architecture)
+                _keep(directory, key, *found)
     cubin, log = found
     return Compiled(source.stem, architecture, cubin, log, parse_report(log))
 

@@ -19,7 +19,7 @@ from tests.helpers.cuda_peer import GIB, MIB, Machine
 from tests.helpers.daemon import Daemon
 from tests.helpers.kernel_bounds import relative_error
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]  # the first compiles kernels
 
 # Of slabs of 2 MiB the weights take one, K/V of 640 cells one, and the experts four.
 CAPS = (3, 2)

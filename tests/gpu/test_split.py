@@ -19,7 +19,7 @@ from tests.gpu.test_generate import text
 from tests.helpers.cuda_peer import GIB, MIB, Machine
 from tests.helpers.daemon import Daemon
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]  # the first compiles kernels
 
 TOKENS = [int(token) for token in np.random.default_rng(1).integers(100, 2000, 96)]
 

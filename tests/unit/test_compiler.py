@@ -4,7 +4,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,23 @@ def test_kept_cubin_is_taken(compiled: list[str], cache: Path, source: Path) -> 
     first = compile_source(source, "sm_90")
     assert compile_source(source, "sm_90") == first
     assert first.cubin == CUBIN and first.source == "copy"
+    assert compiled == ["sm_90"]
+
+
+def test_threads_compile_once(compiled: list[str], cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two threads that find nothing kept, as for the two GPUs of a split model, one compiles."""
+    both, load, looked = threading.Barrier(2), compiler._load, threading.local()
+
+    def load_together(directory: Path | None, key: str) -> Any:
+        found = load(directory, key)
+        if not hasattr(looked, "once"):
+            looked.once = both.wait(10)
+        return found
+
+    monkeypatch.setattr(compiler, "_load", load_together)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(compile_source, [source] * 2, ["sm_90"] * 2)
+    assert first == second
     assert compiled == ["sm_90"]
 
 
