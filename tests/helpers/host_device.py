@@ -114,6 +114,7 @@ class HostCuda:
         self.copied_bytes = 0
         self.crossed_bytes = 0  # from one device to another
         self.n_devices = 0
+        self.launched: dict[int, int] = {}  # the latest launch of a kernel, by stream
         self._thread = threading.local()
         self._pinned: list[Array] = []
         self._buffers: dict[int, HostBuffer] = {}  # of devices, by address
@@ -453,7 +454,8 @@ class HostKernelSet:
         kernels = self._kernels[name]
 
         def run(grid: Dimensions, values: list[Any]) -> None:
-            kernels.launch(name, grid, block, values, shared_bytes)
+            before = self._cu.launched.get(stream, 0) if programmatic else 0
+            self._cu.launched[stream] = kernels.launch(name, grid, block, values, shared_bytes, before=before)
 
         def enqueue(work: Callable[[], None], values: Sequence[Any]) -> None:
             self._cu.enqueue(stream, work, values, loaded_on=self._device, programmatic=programmatic)

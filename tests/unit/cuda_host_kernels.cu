@@ -219,3 +219,86 @@ extern "C" __global__ void beyond_dynamic_shared(int at) {
   DYNAMIC_SHARED(bytes);
   bytes[at] = 1;
 }
+
+// ---- For what is watched: each of these is wrong with `WRONG`, and right without.
+
+// Lanes take each other's values through shared memory.
+template <bool WRONG>
+__device__ void swap_in_warp(const float* in, float* out) {
+  __shared__ float values[32];
+  values[threadIdx.x] = in[threadIdx.x];
+  if (!WRONG) __syncwarp();
+  out[threadIdx.x] = values[threadIdx.x ^ 1] + __shfl_xor_sync(0xFFFFFFFFu, 0.0f, 1);
+}
+extern "C" __global__ void swaps(const float* in, float* out) { swap_in_warp<false>(in, out); }
+extern "C" __global__ void swaps_without_barrier(const float* in, float* out) { swap_in_warp<true>(in, out); }
+
+// Another thread than the one that copies reads when all have waited, at a barrier after that or not.
+template <bool WRONG>
+__device__ void copy_for_others(const uint4* in, uint4* out) {
+  DYNAMIC_SHARED(bytes);
+  uint4* to = reinterpret_cast<uint4*>(bytes);
+  strata::copy_async(to + threadIdx.x, in + threadIdx.x);
+  strata::commit_copies();
+  if (WRONG) __syncthreads();
+  if (!WRONG || threadIdx.x != 1) strata::wait_for_copies<0>();
+  if (!WRONG) __syncthreads();
+  out[threadIdx.x] = to[(threadIdx.x + 1) % blockDim.x];
+}
+extern "C" __global__ void copies_for_others(const uint4* in, uint4* out) { copy_for_others<false>(in, out); }
+extern "C" __global__ void copies_without_waiting(const uint4* in, uint4* out) { copy_for_others<true>(in, out); }
+
+// A copy takes the place of what another thread still reads.
+extern "C" __global__ void copies_too_early(const uint4* in, uint4* out) {
+  __shared__ uint4 to[64];
+  to[threadIdx.x] = in[threadIdx.x];
+  __syncthreads();
+  out[threadIdx.x] = to[threadIdx.x ^ 1];
+  strata::copy_async(to + threadIdx.x, in + threadIdx.x);
+  strata::commit_copies();
+  strata::wait_for_copies<0>();
+}
+
+// The last block adds up what all have stored.
+template <bool WRONG>
+__device__ void add_blocks(const float* in, float* parts, float* out, uint32_t* counter) {
+  __shared__ bool is_last;
+  if (threadIdx.x == 0) {
+    parts[blockIdx.x] = in[blockIdx.x];
+    is_last = WRONG ? blockIdx.x == gridDim.x - 1 : strata::count_arrival(counter) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (!is_last || threadIdx.x != 0) return;
+  float sum = 0.0f;
+  for (int i = 0; i < static_cast<int>(gridDim.x); ++i) sum += __ldcg(parts + i);
+  *out = sum;
+}
+extern "C" __global__ void adds_blocks(const float* in, float* parts, float* out, uint32_t* counter) {
+  add_blocks<false>(in, parts, out, counter);
+}
+extern "C" __global__ void adds_blocks_unordered(const float* in, float* parts, float* out, uint32_t* counter) {
+  add_blocks<true>(in, parts, out, counter);
+}
+
+// to = from + 1, after having waited; or something of it before.
+extern "C" __global__ void adds_one(const float* from, float* to) {
+  strata::wait_for_previous();
+  strata::let_next_start();
+  to[threadIdx.x] = from[threadIdx.x] + 1.0f;
+}
+extern "C" __global__ void adds_one_read_early(const float* from, float* to) {
+  const float v = from[threadIdx.x];
+  strata::wait_for_previous();
+  to[threadIdx.x] = v + 1.0f;
+}
+extern "C" __global__ void adds_one_written_early(const float* from, float* to) {
+  to[threadIdx.x] = 0.0f;
+  strata::wait_for_previous();
+  to[threadIdx.x] = from[threadIdx.x] + 1.0f;
+}
+extern "C" __global__ void adds_one_started_early(const float* from, float* to) {
+  strata::let_next_start();
+  strata::wait_for_previous();
+  to[threadIdx.x] = from[threadIdx.x] + 1.0f;
+}
+extern "C" __global__ void waits_never(const float* from, float* to) {}

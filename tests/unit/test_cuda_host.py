@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.cuda_host import GuardedMemory, HostKernelError, HostKernels, require_host_compiler
+from tests.helpers.cuda_host import GuardedMemory, HostKernelError, HostKernels, require_host_compiler, watching
 
 SOURCE = Path(__file__).with_name("cuda_host_kernels.cu")
 
@@ -247,3 +247,65 @@ def test_compile_errors(host: HostKernels, tmp_path: Path) -> None:
     path.write_text('extern "C" __global__ void broken(int* x) { x[0] = unknown; }\n')
     with pytest.raises(HostKernelError, match="'unknown' was not declared"):
         HostKernels.compile(path)
+
+
+@pytest.fixture(scope="module")
+def watched() -> HostKernels:
+    """The kernels beside this file, whose accesses are watched."""
+    require_host_compiler()
+    with watching():
+        return HostKernels.compile(SOURCE)
+
+
+def test_watched_barriers(watched: HostKernels) -> None:
+    """Accesses to shared memory with no barrier between are errors, those of lanes and of copies included."""
+    values, out = floats(64), np.zeros(64, np.float32)
+    watched.launch("rotate_three", 1, 128, [floats(128)], shared_bytes=512)
+    with pytest.raises(HostKernelError, match=r"dynamic shared memory, which thread \d+ (wrote|read), with nothing"):
+        watched.launch("rotate_without_second_barrier", 1, 128, [floats(128)], shared_bytes=512)
+    with pytest.raises(HostKernelError, match=r"writes byte \d+ of static .* read, .*; at .*cu:\d+.*; before at .*cu:"):
+        watched.launch("sum_unsynchronized", 1, 256, [floats(256), out])
+    watched.launch("sum", 1, 256, [floats(256), out])
+    watched.launch("swaps", 1, 32, [values, out])
+    assert np.array_equal(out[:32], values[:32].reshape(16, 2)[:, ::-1].ravel())
+    with pytest.raises(HostKernelError, match=r"of static shared memory, which thread \d+ wrote"):
+        watched.launch("swaps_without_barrier", 1, 32, [values, out])
+    words, copied = np.arange(256, dtype=np.uint32), np.zeros(256, np.uint32)
+    memory, target = GuardedMemory(1024), GuardedMemory(1024)
+    memory.array[:] = words.view(np.uint8)
+    addresses = [ctypes.c_uint64(memory.address), ctypes.c_uint64(target.address)]
+    watched.launch("copies_for_others", 1, 64, addresses, shared_bytes=1024)
+    copied[:] = target.array.view(np.uint32)
+    assert np.array_equal(copied, np.roll(words, -4))
+    with pytest.raises(HostKernelError, match=r"(a copy by thread 1 is on its way there|which thread . wrote)"):
+        watched.launch("copies_without_waiting", 1, 64, addresses, shared_bytes=1024)
+    with pytest.raises(HostKernelError, match=r"writes byte \d+ of static shared memory, which thread \d+ read"):
+        watched.launch("copies_too_early", 1, 64, addresses)
+
+
+def test_watched_blocks(watched: HostKernels) -> None:
+    """What other blocks wrote may be read after an atomic alone."""
+    values, parts, out, counter = floats(8), np.zeros(8, np.float32), np.zeros(1, np.float32), np.zeros(1, np.uint32)
+    watched.launch("adds_blocks", 8, 32, [values, parts, out, counter])
+    assert np.isclose(out[0], values.sum(dtype=np.float64), atol=1e-5)
+    with pytest.raises(HostKernelError, match=r"reads global memory at .*, which block number 0 wrote"):
+        watched.launch("adds_blocks_unordered", 8, 32, [values, parts, out, counter])
+
+
+def test_watched_starts(watched: HostKernels) -> None:
+    """What a kernel that starts early does before it waits must not concern what the kernel before it does."""
+    a, b, c = (floats(32, seed) for seed in range(3))
+    first = watched.launch("adds_one", 1, 32, [a, b])
+    second = watched.launch("adds_one", 1, 32, [b, c], before=first)
+    assert np.allclose(c, a + 2)
+    watched.launch("adds_one_read_early", 1, 32, [a, b], before=second)
+    watched.launch("adds_one_read_early", 1, 32, [c, b])  # all has ended before
+    for name, source, message in (
+        ("adds_one_read_early", c, "reads global memory at .*, which the kernel before wrote, before it waits"),
+        ("adds_one_written_early", a, "writes global memory at .* before it waits"),
+        ("adds_one_started_early", a, r"let_next_start \(.*cu:\d+\) before it waits"),
+        ("waits_never", a, "no thread waits"),
+    ):
+        before = watched.launch("adds_one", 1, 32, [a, c])
+        with pytest.raises(HostKernelError, match=message):
+            watched.launch(name, 1, 32, [source, b], before=before)

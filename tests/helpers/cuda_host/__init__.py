@@ -5,6 +5,10 @@ memory of numpy arrays. What a GPU leaves undefined is an error here where it is
 operations that some thread never reaches, misaligned accesses, reads and writes beyond `GuardedMemory`, undefined
 shifts. Shared memory holds NaNs at the start of each block, and so does what `copy_async` writes until it is waited
 for.
+
+Within `watching`, or with STRATA_WATCH=1, every access is watched (``watch.h``): accesses to shared memory that no
+barrier orders, to what another block wrote, and, of a kernel that may start early, before it waits are errors. That
+takes some times as long.
 """
 
 import contextlib
@@ -22,7 +26,7 @@ import subprocess
 import tempfile
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -49,15 +53,21 @@ _OPTIONS = (
     *("-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-gnu-unique"),
     *("-fno-strict-aliasing", "-fno-math-errno", "-fcf-protection=none", "-DSTRATA_HOST", "-U_FORTIFY_SOURCE"),
 )
+_WATCH = (
+    *("-DSTRATA_WATCH", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"),
+    "-fno-threadsafe-statics",  # their guards would be atomics of the sanitizer's library
+)
 _KERNEL = re.compile(
     r'extern\s+"C"\s+__attribute__\s*\(\(visibility\("default"\)\)\)\s+(?:static\s+)?void\s+(\w+)\s*\('
 )
-_MAKE_STACKS = (
-    'extern "C" __attribute__((visibility("default"))) void* strata_make_stacks() '
-    "{ return strata_host::make_stacks(); }"
+_MAKERS = "\n".join(
+    f'extern "C" __attribute__((visibility("default"))) void* strata_make_{what}() '
+    f"{{ return strata_host::make_{what}(); }}"
+    for what in ("stacks", "history")
 )
 
 _thread = threading.local()
+_watches = os.environ.get("STRATA_WATCH") == "1"
 
 
 class HostKernelError(Exception):
@@ -71,11 +81,30 @@ class _Shape(ctypes.Structure):
         ("shared_bytes", ctypes.c_uint64),
         ("seconds", ctypes.c_uint32),
         ("stacks", ctypes.c_void_p),
+        ("history", ctypes.c_void_p),
+        ("number", ctypes.c_uint32),
+        ("before", ctypes.c_uint32),
     )
 
 
 class _Failure(ctypes.Structure):
-    _fields_ = (("message", ctypes.c_char_p), ("address", ctypes.c_size_t), ("code", ctypes.c_size_t))
+    _fields_ = (
+        ("message", ctypes.c_char_p),
+        ("address", ctypes.c_size_t),
+        ("code", ctypes.c_size_t),
+        ("other", ctypes.c_size_t),
+    )
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[None]:
+    """Watches the accesses of kernels that are compiled meanwhile."""
+    global _watches
+    before, _watches = _watches, True
+    try:
+        yield
+    finally:
+        _watches = before
 
 
 def require_host_compiler() -> None:
@@ -118,6 +147,7 @@ class HostKernels:
         """
         options = [*_OPTIONS, *_CHECKS, *_WARNINGS, *_contraction(contracted)]
         options += [f"-D{macro}" for macro in types_macro(types)]
+        options += _WATCH if _watches else ()
         return _compiled(source, tuple(options), _stamp(source))
 
     def launch(
@@ -128,7 +158,8 @@ class HostKernels:
         args: Sequence[Any],
         shared_bytes: int = 0,
         seconds: int = 120,
-    ) -> None:
+        before: int = 0,
+    ) -> int:
         """Runs a kernel to its end.
 
         Args:
@@ -138,6 +169,10 @@ class HostKernels:
             args: what `strata_kernels.launch.as_value` takes; arrays become their addresses.
             shared_bytes: of dynamic shared memory.
             seconds: of the processor's time that it may take.
+            before: what the launch of a kernel returned that may not have ended before this one waits for it, or 0.
+
+        Returns:
+            The launch's number, of those of this thread.
 
         Errors: `HostKernelError`.
         """
@@ -148,7 +183,9 @@ class HostKernels:
         if sizes != self._parameters[name]:
             raise HostKernelError(f"{name} takes arguments of {self._parameters[name]} bytes; these have {sizes}")
         pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
-        shape = _Shape(dimensions(grid), dimensions(block), shared_bytes, seconds, self._stacks())
+        _thread.number = number = getattr(_thread, "number", 0) + 1
+        stacks, history = self._made("stacks"), self._made("history")
+        shape = _Shape(dimensions(grid), dimensions(block), shared_bytes, seconds, stacks, history, number, before)
         failure = _Failure()
         if getattr(self._library, f"strata_launch_{name}")(ctypes.byref(shape), pointers, ctypes.byref(failure)):
             message = f"{name}: {failure.message.decode(errors='replace')}"
@@ -156,14 +193,18 @@ class HostKernels:
                 message += f"; {GuardedMemory.describe(failure.address)}"
             if failure.code:
                 message += f"; at {self._line(failure.code)}"
+            if failure.other:
+                message += f"; before at {self._line(failure.other)}"
             raise HostKernelError(message)
+        return number
 
-    def _stacks(self) -> int:
-        """The calling thread's stacks for a block, whichever library's."""
-        if not hasattr(_thread, "stacks"):
-            self._library.strata_make_stacks.restype = ctypes.c_void_p
-            _thread.stacks = self._library.strata_make_stacks()
-        return int(_thread.stacks)
+    def _made(self, what: str) -> int:
+        """The calling thread's stacks for a block, or history of accesses, whichever library's."""
+        if not hasattr(_thread, what):
+            make = getattr(self._library, f"strata_make_{what}")
+            make.restype = ctypes.c_void_p
+            setattr(_thread, what, make())
+        return int(getattr(_thread, what))
 
     def _line(self, code: int) -> str:
         """Where an address in the library comes from, the innermost function first."""
@@ -267,7 +308,7 @@ def _compiled(source: Path, options: tuple[str, ...], stamp: tuple[tuple[str, in
             ("describe", "unsigned* s, int n", "s, n"),
         )
     )
-    return HostKernels(_built(f"{text}\n{entries}\n{_MAKE_STACKS}\n", options), names)
+    return HostKernels(_built(f"{text}\n{entries}\n{_MAKERS}\n", options), names)
 
 
 def _built(text: str, options: tuple[str, ...]) -> Path:
@@ -281,7 +322,9 @@ def _built(text: str, options: tuple[str, ...]) -> Path:
             with tempfile.TemporaryDirectory(dir=directory) as work:
                 source = Path(work) / "kernels.ii"
                 source.write_text(text)
-                _run(["g++", *options, str(source), "-o", f"{work}/kernels.so"])
+                _run(["g++", *options, "-c", str(source), "-o", f"{work}/kernels.o"])
+                # without the options: they would add a sanitizer's own library
+                _run(["g++", "-shared", f"{work}/kernels.o", "-o", f"{work}/kernels.so"])
                 os.replace(f"{work}/kernels.so", path)
     return path
 

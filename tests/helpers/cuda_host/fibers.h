@@ -36,7 +36,8 @@ struct Fiber {
   unsigned mask;
   const void* in;
   void* out;
-  int predicate;                     // given to a barrier
+  int predicate;                          // given to a barrier
+  bool has_waited;                        // for the kernel before
   std::vector<std::vector<Copy>> copies;  // committed groups, and last the open one
 };
 
@@ -52,6 +53,8 @@ struct Emulator {
   uint8_t* dynamic = nullptr;  // shared memory of the launch, before an inaccessible page
   size_t dynamic_bytes = 0;
   bool failed = false;
+  bool is_inside = true;  // what runs is no kernel
+  uint32_t code = 0, other = 0;  // of `fail_at`
   int barrier_result[3];  // or, and, count
   char message[2048];
   sigjmp_buf fault;
@@ -114,9 +117,17 @@ inline void to_fiber(int index) {
 #endif
 }
 
+// While a kernel's thread is in here: not watched.
+struct Inside {
+  Inside() { emulator.is_inside = true; }
+  ~Inside() { emulator.is_inside = false; }
+};
+
 inline void fiber_main() {
   Emulator& e = emulator;
+  e.is_inside = false;
   e.kernel(e.arguments);
+  e.is_inside = true;
   e.fibers[e.current].state = ENDED;
   to_scheduler();
   __builtin_unreachable();
@@ -128,12 +139,20 @@ inline Fiber& self() { return emulator.fibers[emulator.current]; }
 template <typename... Values>
 [[noreturn]] inline void fail(const char* format, Values... values) {
   Emulator& e = emulator;
+  e.is_inside = true;
   const int n = snprintf(e.message, sizeof e.message, "block (%u, %u, %u), thread (%u, %u, %u): ", blockIdx.x,
                          blockIdx.y, blockIdx.z, threadIdx.x, threadIdx.y, threadIdx.z);
   snprintf(e.message + n, sizeof e.message - n, format, values...);
   e.failed = true;
   to_scheduler();
   __builtin_unreachable();
+}
+
+template <typename... Values>
+[[noreturn]] inline void fail_at(uint32_t code, uint32_t other, const char* format, Values... values) {
+  emulator.code = code;
+  emulator.other = other;
+  fail(format, values...);
 }
 
 inline void start_fiber(int index) {
@@ -143,6 +162,7 @@ inline void start_fiber(int index) {
   fiber.thread = dim3(i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y);
   fiber.state = READY;
   fiber.copies.assign(1, {});
+  fiber.has_waited = !WATCHES || watch.before == 0;
   uint8_t* stack = e.stacks + index * (STACK_BYTES + PAGE) + PAGE;
 #ifdef __x86_64__
   void** top = reinterpret_cast<void**>(stack + STACK_BYTES);
@@ -234,6 +254,7 @@ inline void make_dynamic(size_t size) {
 // ---- Barriers and warps.
 
 inline int barrier(const char* operation, int predicate, int which, Site site) {
+  const Inside inside;
   Fiber& me = self();
   me.state = AT_BARRIER;
   me.operation = operation;
@@ -245,6 +266,7 @@ inline int barrier(const char* operation, int predicate, int which, Site site) {
 
 // Lets other threads run.
 inline void pause_thread() {
+  const Inside inside;
   self().state = PAUSED;
   to_scheduler();
 }
@@ -262,6 +284,7 @@ struct Lanes {
 // One operation of the lanes in `mask`: the last to come runs `combine` for all.
 template <typename Out, typename In, typename Combine>
 inline Out collective(const char* operation, unsigned mask, const In& in, Combine combine, Site site) {
+  const Inside inside;
   Emulator& e = emulator;
   const int first = e.current / 32 * 32, lane = e.current % 32;
   if (!(mask >> lane & 1u)) fail("%s (%s:%d) without its own lane in the mask 0x%08x", operation, site.file, site.line, mask);
@@ -322,6 +345,7 @@ inline void run_block(bool forward) {
   Emulator& e = emulator;
   memset(static_bytes.begin, 0xFF, static_bytes.size);
   memset(e.dynamic, 0xFF, e.dynamic_bytes);
+  if (WATCHES) watch.begin_block(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z) + 1);
   const int n = e.n_threads, n_warps = (n + 31) / 32;
   for (int i = 0; i < n; ++i) start_fiber(i);
   for (;;) {
@@ -361,6 +385,7 @@ inline void run_block(bool forward) {
     e.barrier_result[1] = all;
     e.barrier_result[2] = count;
     for (int i = 0; i < n; ++i) e.fibers[i].state = READY;
+    if (WATCHES) watch_barrier();
     forward = !forward;
   }
 }
@@ -373,13 +398,19 @@ struct Shape {
   uint64_t shared_bytes;
   uint32_t seconds;  // of the processor's time that the launch may take
   void* stacks;      // of `make_stacks`
+  void* history;     // of `make_history`
+  uint32_t number;   // of the launch, from 1 on
+  uint32_t before;   // number of the launch that may not have ended until this one waits for it; 0: none
 };
 
 struct Failure {
   const char* message;
   uintptr_t address;  // of the access that faulted, else 0
   uintptr_t code;     // where in this library it faulted, from its start; else 0
+  uintptr_t other;    // where the access before was that this one is at odds with; else 0
 };
+
+inline void* make_history() { return new History; }
 
 inline void on_fault(int, siginfo_t* info, void* context) {
   Emulator& e = emulator;
@@ -394,6 +425,7 @@ constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGVTALRM};
 
 inline void describe_fault(Failure* failure) {
   Emulator& e = emulator;
+  e.is_inside = true;
   const int number = e.fault_info.si_signo;
   const char* what = number == SIGSEGV || number == SIGBUS ? "memory that is not mapped, or may not be written"
                      : number == SIGILL || number == SIGTRAP ? "a misaligned access, an index or a shift out of bounds"
@@ -467,9 +499,10 @@ struct Entry<KERNEL> {
   // As cuLaunchKernel: `arguments` are addresses of the values. 0, or 1 with what went wrong.
   static int launch(const Shape* shape, void** arguments, Failure* failure) {
     Emulator& e = emulator;
-    *failure = {e.message, 0, 0};
+    *failure = {e.message, 0, 0, 0};
     e.message[0] = 0;
     e.failed = false;
+    e.code = e.other = 0;
     gridDim = dim3(shape->grid[0], shape->grid[1], shape->grid[2]);
     blockDim = dim3(shape->block[0], shape->block[1], shape->block[2]);
     const uint64_t n = uint64_t{blockDim.x} * blockDim.y * blockDim.z;
@@ -490,7 +523,23 @@ struct Entry<KERNEL> {
     e.stacks = static_cast<uint8_t*>(shape->stacks);
     make_dynamic(shape->shared_bytes);
     static_bytes = static_shared();
+    if (WATCHES) {
+      watch.history = static_cast<History*>(shape->history);
+      watch.history->begin_launch(shape->number);
+      watch.before = shape->before;
+      watch.has_waited = false;
+      watch.dynamic.assign(e.dynamic_bytes, {});
+      watch.fixed.assign(static_bytes.size, {});
+    }
     run_grid(*shape, failure);
+    if (WATCHES && e.failed && failure->code == 0) {
+      failure->code = e.code;
+      failure->other = e.other;
+    }
+    if (WATCHES && !e.failed && watch.before != 0 && !watch.has_waited) {
+      snprintf(e.message, sizeof e.message, "no thread waits: the kernel after it may begin before the one before it has ended");
+      e.failed = true;
+    }
     return e.failed ? 1 : 0;
   }
 };
@@ -542,7 +591,74 @@ inline T reduce(const char* operation, unsigned mask, T value, Combine combine, 
       site);
 }
 
+// ---- What threads touch.
+
+#ifdef STRATA_WATCH
+
+extern "C" __attribute__((visibility("hidden"))) char __ehdr_start, _end;  // of this library
+
+STRATA_UNWATCHED inline uint32_t place_of(const void* code) {
+  return static_cast<uint32_t>(static_cast<const char*>(code) - &__ehdr_start);
+}
+
+STRATA_UNWATCHED inline void touch(const void* p, size_t n, Access access, const void* code) {
+  Emulator& e = emulator;
+  if (e.is_inside) return;
+  e.is_inside = true;
+  const auto* at = static_cast<const uint8_t*>(p);
+  const uint32_t place = place_of(code) - 1;
+  if (at >= e.dynamic && at < e.dynamic + e.dynamic_bytes) {
+    touch_shared(watch.dynamic, "dynamic", at - e.dynamic, n, access, e.current, place);
+  } else if (at >= static_bytes.begin && at < static_bytes.begin + static_bytes.size) {
+    touch_shared(watch.fixed, "static", at - static_bytes.begin, n, access, e.current, place);
+  } else if ((at < e.stacks || at >= e.stacks + THREADS_MAX * (STACK_BYTES + PAGE)) &&
+             (p < static_cast<void*>(&__ehdr_start) || p >= static_cast<void*>(&_end))) {
+    touch_global(reinterpret_cast<uintptr_t>(p), n, access, e.fibers[e.current].has_waited, place);
+  }
+  e.is_inside = false;
+}
+
+// For what the emulator itself does for a thread.
+__attribute__((noinline)) STRATA_UNWATCHED inline void touch_here(const void* p, size_t n, Access access) {
+  touch(p, n, access, __builtin_return_address(0));
+}
+
+STRATA_UNWATCHED inline Atomic::Atomic(const void* p, size_t size) {
+  touch_here(p, size, ADDS);
+  emulator.is_inside = true;
+}
+STRATA_UNWATCHED inline Atomic::~Atomic() { emulator.is_inside = false; }
+
+#else
+
+inline void touch_here(const void*, size_t, Access) {}
+
+#endif
+
 }  // namespace strata_host
+
+#ifdef STRATA_WATCH
+// What -fsanitize=thread calls.
+#define STRATA_HOOK(name, parameters, size, access)                                                       \
+  extern "C" __attribute__((visibility("hidden"), noinline, no_sanitize("thread"), used)) inline void     \
+      __tsan_##name parameters {                                                                          \
+    strata_host::touch(p, size, strata_host::access, __builtin_return_address(0));                        \
+  }
+#define STRATA_HOOKS(size)                                 \
+  STRATA_HOOK(read##size, (void* p), size, READS)          \
+  STRATA_HOOK(write##size, (void* p), size, WRITES)        \
+  STRATA_HOOK(unaligned_read##size, (void* p), size, READS) \
+  STRATA_HOOK(unaligned_write##size, (void* p), size, WRITES)
+STRATA_HOOK(read1, (void* p), 1, READS)
+STRATA_HOOK(write1, (void* p), 1, WRITES)
+STRATA_HOOKS(2)
+STRATA_HOOKS(4)
+STRATA_HOOKS(8)
+STRATA_HOOKS(16)
+STRATA_HOOK(read_range, (void* p, long size), size, READS)
+STRATA_HOOK(write_range, (void* p, long size), size, WRITES)
+extern "C" __attribute__((visibility("hidden"), no_sanitize("thread"), used)) inline void __tsan_init() {}
+#endif
 
 #define STRATA_HERE strata_host::Site site = STRATA_SITE
 
@@ -558,7 +674,12 @@ inline int __syncthreads_count(int predicate, STRATA_HERE) {
 }
 
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, STRATA_HERE) {
-  strata_host::reduce("__syncwarp", mask, 0, [](int, int) { return 0; }, site);
+  strata_host::collective<int>(
+      "__syncwarp", mask, 0,
+      [](const strata_host::Lanes<int, int>& lanes) {
+        if (strata_host::WATCHES && lanes.mask == 0xFFFFFFFFu) strata_host::watch_warp(strata_host::emulator.current / 32);
+      },
+      site);
 }
 
 template <typename T>

@@ -7,10 +7,21 @@ namespace strata {
 
 inline uint32_t dynamic_shared_bytes() { return static_cast<uint32_t>(strata_host::emulator.dynamic_bytes); }
 
-inline void wait_for_previous() {}
-inline void let_next_start() {}
+inline void wait_for_previous() {
+  const strata_host::Inside inside;
+  strata_host::self().has_waited = strata_host::watch.has_waited = true;
+}
 
-inline uint32_t count_arrival(uint32_t* counter) { return (*counter)++; }
+inline void let_next_start(STRATA_HERE) {
+  if (strata_host::WATCHES && !strata_host::self().has_waited) {
+    strata_host::fail("let_next_start (%s:%d) before it waits", site.file, site.line);
+  }
+}
+
+inline uint32_t count_arrival(uint32_t* counter) {
+  const strata_host::Atomic atomic(counter, sizeof *counter);
+  return (*counter)++;
+}
 
 inline int dot4(uint32_t a, uint32_t b, int sum) { return __dp4a(static_cast<int>(a), static_cast<int>(b), sum); }
 
@@ -32,6 +43,9 @@ inline void copy_part_async(void* shared, const void* global, uint32_t n, STRATA
   if (!strata_host::is_shared(shared, 16)) {
     strata_host::fail("copy_async (%s:%d) to %p, which is not shared memory", site.file, site.line, shared);
   }
+  if (n > 0) strata_host::touch_here(global, n, strata_host::READS);
+  strata_host::touch_here(shared, 16, strata_host::COPIES);
+  const strata_host::Inside inside;
   strata_host::Copy copy{shared, {}};
   memcpy(copy.bytes, global, n);
   memset(shared, 0xFF, 16);
@@ -44,16 +58,25 @@ inline void copy_async(void* shared, const void* global, bool valid, STRATA_HERE
 
 inline void copy_async(void* shared, const void* global, STRATA_HERE) { copy_part_async(shared, global, 16, site); }
 
-inline void commit_copies() { strata_host::self().copies.emplace_back(); }
+inline void commit_copies() {
+  const strata_host::Inside inside;
+  strata_host::self().copies.emplace_back();
+}
 
 template <int PENDING>
 inline void wait_for_copies() {
+  const strata_host::Inside inside;
   auto& groups = strata_host::self().copies;
   const size_t n_committed = groups.size() - 1;
   if (n_committed <= PENDING) return;
   const size_t n_done = n_committed - PENDING;
   for (size_t i = 0; i < n_done; ++i) {
-    for (const strata_host::Copy& copy : groups[i]) memcpy(copy.to, copy.bytes, 16);
+    for (const strata_host::Copy& copy : groups[i]) {
+      strata_host::emulator.is_inside = false;
+      strata_host::touch_here(copy.to, 16, strata_host::ARRIVES);
+      strata_host::emulator.is_inside = true;
+      memcpy(copy.to, copy.bytes, 16);
+    }
   }
   groups.erase(groups.begin(), groups.begin() + static_cast<std::ptrdiff_t>(n_done));
 }
@@ -122,6 +145,7 @@ inline void load_matrices_(const char* operation, uint32_t (&out)[4], const void
   if (reinterpret_cast<uintptr_t>(row) % 16 != 0 || !strata_host::is_shared(row, 16)) {
     strata_host::fail("%s (%s:%d) from %p, which is not shared memory aligned to 16", operation, site.file, site.line, row);
   }
+  strata_host::touch_here(row, 16, strata_host::READS);
   const MatrixWords result = strata_host::collective<MatrixWords>(
       operation, 0xFFFFFFFFu, row,
       [](const strata_host::Lanes<const void*, MatrixWords>& lanes) {

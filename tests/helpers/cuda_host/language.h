@@ -18,6 +18,7 @@
 
 #include <string>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -270,6 +271,20 @@ inline float __double2float_rn(double x) { return static_cast<float>(x); }
 
 // ---- Memory. Only one thread runs at a time, so fences do nothing and atomics are plain.
 
+namespace strata_host {
+// While an atomic is done.
+#ifdef STRATA_WATCH
+struct Atomic {
+  Atomic(const void* p, size_t size);
+  ~Atomic();
+};
+#else
+struct Atomic {
+  Atomic(const void*, size_t) {}
+};
+#endif
+}  // namespace strata_host
+
 #define STRATA_LOAD(name)                                \
   template <typename T>                                  \
   inline T name(const T* p) {                            \
@@ -298,6 +313,7 @@ inline void __threadfence_system() {}
 #define STRATA_ATOMIC(name, result)                                           \
   template <typename T>                                                       \
   inline T name(T* p, std::common_type_t<T> v) {                              \
+    const strata_host::Atomic atomic(p, sizeof(T));                           \
     const T old = *p;                                                         \
     *p = result;                                                              \
     return old;                                                               \
@@ -322,6 +338,7 @@ STRATA_ATOMIC(atomicInc, old >= v ? 0 : old + 1)
 STRATA_ATOMIC(atomicDec, old == 0 || old > v ? v : old - 1)
 template <typename T>
 inline T atomicCAS(T* p, std::common_type_t<T> compare, std::common_type_t<T> v) {
+  const strata_host::Atomic atomic(p, sizeof(T));
   const T old = *p;
   if (old == compare) *p = v;
   return old;
