@@ -435,10 +435,11 @@ class HostLaunch:
 class HostKernelSet:
     """In the place of `strata_kernels.launch.Kernels`: kernels of the current device."""
 
-    def __init__(self, device: HostDevice, sources: Sequence[Path]) -> None:
+    def __init__(self, device: HostDevice, sources: Sequence[Path], types: Sequence[str] | None = None) -> None:
         self._cu = device.cu
         self._device = device.cu.current
-        self._kernels = {name: kernels for kernels in map(HostKernels.compile, sources) for name in kernels.names}
+        compiled = [HostKernels.compile(source, types) for source in sources]
+        self._kernels = {name: kernels for kernels in compiled for name in kernels.names}
 
     def prepare(
         self,

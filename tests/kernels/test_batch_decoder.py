@@ -17,7 +17,7 @@ from strata_client.gpu.batch_decoder import BatchDecoder
 from strata_client.models.base import F32, U8
 from strata_client.models.gguf_file import open_model_file
 from strata_client.models.qwen3moe import Qwen3Moe
-from tests.helpers.cuda_host import require_host_compiler
+from tests.helpers.cuda_host import HostKernelError, require_host_compiler, watching
 from tests.helpers.file_memory import ArrayCache, FileMemory
 from tests.helpers.gguf_builder import DATA
 from tests.helpers.host_device import HostBuffer, HostDevice, HostKernelSet
@@ -44,8 +44,9 @@ class Run:
     """A model on a GPU that the host plays, with cells for some sequences."""
 
     def __init__(
-        self, rng: np.random.Generator, rows_max: int, *, path: Path = MICRO, kv_type: str = "f16", n_cells: int = 8
-    ) -> None:
+        self, rng: np.random.Generator, rows_max: int, *, path: Path = MICRO, kv_type: str = "f16", n_cells: int = 8,
+        all_types: bool = True,
+    ) -> None:  # fmt: skip
         model_file = open_model_file(str(path))
         self.model = Qwen3Moe(model_file)
         params = self.model.params
@@ -53,7 +54,8 @@ class Run:
         self.placed = PlacedModel(self.model, self.memory)
         self.device = HostDevice(rng)
         names = ("batch_matmul", "batch_rows", "prompt_rows", "sample", "decode", f"attend_rows_{kv_type}")
-        kernels = HostKernelSet(self.device, [KERNELS / f"{name}.cu" for name in names])
+        types = None if all_types else self.model.type_names()
+        kernels = HostKernelSet(self.device, [KERNELS / f"{name}.cu" for name in names], types)
         slab_bytes = CELLS_PER_SLAB * params.n_layers * 2 * params.n_kv_heads * params.head_dim * 2 + 4096
         self._slabs = [HostBuffer(slab_bytes * (CELLS // CELLS_PER_SLAB)) for _ in range(n_cells)]
         self.cells = [
@@ -167,6 +169,24 @@ def test_rows_do_not_depend_on_each_other(rng: np.random.Generator, run: Run) ->
     for _ in range(3):
         step((2, 0, 9))
     assert found == [alone[0], alone[1][:7], alone[2][:6]]
+
+
+def test_steps_are_ordered(rng: np.random.Generator) -> None:
+    """Barriers order what threads share, and kernels that start early take nothing of the one before until they wait.
+
+    Without the kernel between, what one takes early is of the one before it: that shows.
+    """
+    with watching():
+        run = Run(rng, 3, all_types=False)
+    for row in range(3):
+        run.begin(row, row, 9 + row)
+    for _ in range(2):
+        run.step(3)
+    for name, launch in run.decoder.launches:
+        if name != "gate_up_rows":
+            launch()
+    with pytest.raises(HostKernelError, match=r"down_rows: .* reads .* which the kernel before wrote, before it waits"):
+        run.device.synchronize()
 
 
 def test_steps_run_ahead(run: Run) -> None:
