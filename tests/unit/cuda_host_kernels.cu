@@ -233,7 +233,7 @@ __device__ void swap_in_warp(const float* in, float* out) {
 extern "C" __global__ void swaps(const float* in, float* out) { swap_in_warp<false>(in, out); }
 extern "C" __global__ void swaps_without_barrier(const float* in, float* out) { swap_in_warp<true>(in, out); }
 
-// Another thread than the one that copies reads when all have waited, at a barrier after that or not.
+// A thread reads what another copies: at a barrier after each has waited, or before.
 template <bool WRONG>
 __device__ void copy_for_others(const uint4* in, uint4* out) {
   DYNAMIC_SHARED(bytes);
@@ -241,7 +241,7 @@ __device__ void copy_for_others(const uint4* in, uint4* out) {
   strata::copy_async(to + threadIdx.x, in + threadIdx.x);
   strata::commit_copies();
   if (WRONG) __syncthreads();
-  if (!WRONG || threadIdx.x != 1) strata::wait_for_copies<0>();
+  strata::wait_for_copies<0>();
   if (!WRONG) __syncthreads();
   out[threadIdx.x] = to[(threadIdx.x + 1) % blockDim.x];
 }
