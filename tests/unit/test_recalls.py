@@ -11,6 +11,7 @@ from strata_api.v1 import memory_pb2
 from tests.helpers.in_process import SLAB_BYTES, Host, run
 from vmmd.core.arbiter import Short
 from vmmd.errors import Exhausted, LeaseRevoked, NotFound
+from vmmd.manager import recalls
 from vmmd.manager.session import Session
 
 SLABS = 12
@@ -101,11 +102,30 @@ def test_two_that_wait_are_both_served() -> None:
         second = await _begin_growth(host, host.session, host.range(), 3)
         assert len(lender.asked) == 1
         await lender.keep(SLABS - 3)
-        await first
-        while len(lender.asked) < 2:
+        while len(lender.asked) < 2:  # by the other, whichever looked first and took what had come
             await asyncio.sleep(0.005)
         await lender.keep(SLABS - 6)
-        assert (await second).free_slabs == 3
+        assert [(await growing).free_slabs for growing in (first, second)] == [3, 3]
+
+    _scenario(body)
+
+
+def test_who_was_answered_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A growth comes to its end though somebody else has asked the same range again before it looks."""
+
+    async def body(host: Host, lender: _Lender) -> None:
+        monkeypatch.setattr(recalls, "LOOK_S", 0.2)
+        first = await _begin_growth(host, host.session, host.range(), 3)
+        monkeypatch.setattr(recalls, "LOOK_S", 0.001)
+        second = await _begin_growth(host, host.session, host.range(), 5)
+        await lender.keep(SLABS - 3)
+        for missing, kept in ((2, SLABS - 5), (3, SLABS - 8)):
+            while lender.asked[-1].slabs != missing or len(lender.asked) < 2:
+                await asyncio.sleep(0.001)
+            assert (await first).free_slabs == 3
+            assert not second.done()
+            await lender.keep(kept)
+        assert (await second).free_slabs == 5
 
     _scenario(body)
 

@@ -8,6 +8,7 @@ is asked no more until it has shrunk that range of its own accord.
 import asyncio
 import time
 from collections.abc import Mapping
+from itertools import count
 from typing import TYPE_CHECKING
 
 import structlog
@@ -28,7 +29,8 @@ class Recalls:
 
     def __init__(self, manager: "Manager") -> None:
         self._manager = manager
-        self._asked: set[int] = set()  # ranges whose clients have not answered yet
+        self._asked: dict[int, int] = {}  # by range: the number of the request that its client has not answered yet
+        self._numbers = count()
         self._silent: set[int] = set()  # those that let a deadline pass
 
     async def make_room(self, device: str, slabs: int, busy: Mapping[int, int]) -> bool:
@@ -42,37 +44,37 @@ class Recalls:
         able = [r for r in self._manager.ledger.ranges.values() if self._is_able(r, device, busy)]
         chosen: list[tuple[RangeRecord, int]] = []
         for record in sorted(able, key=lambda r: (-len(r.slabs), r.range_id)):  # few clients rather than many
-            left = slabs - sum(count for _, count in chosen)
+            left = slabs - sum(share for _, share in chosen)
             if left > 0:
                 chosen.append((record, min(left, self._leased(record))))
         deadline_s = self._manager.options.revoke_deadline_s
-        if sum(count for _, count in chosen) < slabs:
+        if sum(share for _, share in chosen) < slabs:
             return await self._others_answers(device, deadline_s)
         before = {record.range_id: self._leased(record) for record, _ in chosen}
-        for record, count in chosen:
-            self._ask(record, count, deadline_s)
+        requests = [(record, self._ask(record, share, deadline_s)) for record, share in chosen]
         until = time.monotonic() + deadline_s
-        while any(self._is_awaited(record) for record, _ in chosen) and time.monotonic() < until:
+        while any(self._is_awaited(record, number) for record, number in requests) and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
-        for record, _ in chosen:
-            if self._is_awaited(record):
+        for record, number in requests:
+            if self._is_awaited(record, number):
                 self._silent.add(record.range_id)
                 log.warning("range.not_shrunk", range=record.range_id, session=record.owner)
-            self._asked.discard(record.range_id)
+            if self._asked.get(record.range_id) == number:
+                del self._asked[record.range_id]
         return any(self._leased(record) < before[record.range_id] for record, _ in chosen)
 
     async def _others_answers(self, device: str, deadline_s: float) -> bool:
         """Waits for an answer that somebody else waits for; False where there is none, or it does not come."""
-        ledger = self._manager.ledger
-        awaited = {i for i in self._asked if i in ledger.ranges and ledger.ranges[i].device == device}
+        ranges = self._manager.ledger.ranges
+        awaited = {(i, n) for i, n in self._asked.items() if i in ranges and ranges[i].device == device}
         until = time.monotonic() + deadline_s
-        while awaited and awaited <= self._asked and time.monotonic() < until:
+        while awaited and awaited <= self._asked.items() and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
-        return bool(awaited - self._asked - self._silent)
+        return any(range_id not in self._silent for range_id, _ in awaited - self._asked.items())
 
     def answered(self, range_id: int) -> None:
         """A client has shrunk a range, by whatever it gave."""
-        self._asked.discard(range_id)
+        self._asked.pop(range_id, None)
         self._silent.discard(range_id)
 
     def _is_able(self, record: RangeRecord, device: str, busy: Mapping[int, int]) -> bool:
@@ -83,7 +85,8 @@ class Recalls:
             and record.shrinkable
             and not record.closed
             and not busy.get(record.range_id)
-            and record.range_id not in self._silent | self._asked
+            and record.range_id not in self._silent
+            and record.range_id not in self._asked
             and session is not None
             and session.watcher is not None
             and self._leased(record) > 0
@@ -93,14 +96,17 @@ class Recalls:
         """Slabs of a range that are not on their way back already."""
         return sum(self._manager.ledger.slabs[i].state is SlabState.LEASED for i in record.slabs.values())
 
-    def _is_awaited(self, record: RangeRecord) -> bool:
-        return record.range_id in self._asked and record.owner in self._manager.sessions
+    def _is_awaited(self, record: RangeRecord, number: int) -> bool:
+        """Whether a request is not answered; another one may be, of somebody who has asked since."""
+        return self._asked.get(record.range_id) == number and record.owner in self._manager.sessions
 
-    def _ask(self, record: RangeRecord, slabs: int, deadline_s: float) -> None:
-        self._asked.add(record.range_id)
+    def _ask(self, record: RangeRecord, slabs: int, deadline_s: float) -> int:
+        """Sends a request; returns its number."""
+        number = self._asked[record.range_id] = next(self._numbers)
         request = memory_pb2.ShrinkRequest(
             range_id=record.range_id, slabs=slabs, deadline_ms=max(1, int(deadline_s * 1000))
         )
         session = self._manager.sessions[record.owner]
         session.send(memory_pb2.WatchEvent(epoch=self._manager.epoch, shrink_request=request))
         log.info("range.asked", range=record.range_id, session=record.owner, slabs=slabs)
+        return number
