@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -206,7 +207,15 @@ async def _serve(config: configuration.Config, explicit_dir: Path | None, slab_b
             print("ready", flush=True)
 
         reason = await why
-        overdue = threading.Timer(LEAVE_DEADLINE_S, os._exit, [0])  # a read that hangs holds nobody up
+        remove = partial(_remove_files, directory, private=private, broker_too=passed is None)
+
+        def leave_at_once() -> None:
+            try:
+                remove()
+            finally:
+                os._exit(0)
+
+        overdue = threading.Timer(LEAVE_DEADLINE_S, leave_at_once)  # a read that hangs holds nobody up
         overdue.daemon = True
         overdue.start()
         logger.info("daemon.leaving", why=reason)
@@ -217,12 +226,18 @@ async def _serve(config: configuration.Config, explicit_dir: Path | None, slab_b
         await asyncio.sleep(0)
         await server.stop(STOP_GRACE_S)
         broker.close()
-        if passed is None:
-            runtime_dir.remove_socket(directory.broker_socket)
-        runtime_dir.remove_socket(directory.grpc_socket)
+        remove()
         await manager.close()
-        if private:
-            shutil.rmtree(directory.path, ignore_errors=True)
+
+
+def _remove_files(directory: runtime_dir.RuntimeDir, *, private: bool, broker_too: bool) -> None:
+    """Removes the sockets, systemd's own apart, or all of a private daemon's directory."""
+    if private:
+        shutil.rmtree(directory.path, ignore_errors=True)
+        return
+    if broker_too:
+        runtime_dir.remove_socket(directory.broker_socket)
+    runtime_dir.remove_socket(directory.grpc_socket)
 
 
 def _options(config: configuration.Config) -> Options:
