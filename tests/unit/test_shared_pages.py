@@ -72,7 +72,7 @@ import numpy as np
 fd, start, n = map(int, sys.argv[1:])
 words = np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), np.uint64)[start : start + n]
 seen, until = set(), time.monotonic() + 0.3
-while time.monotonic() < until:
+while time.monotonic() < until or len(seen) < 2 and time.monotonic() < until + 60:
     seen.update(words.tolist())  # numpy.unique copies bytes, not words
 print(*seen)
 """
