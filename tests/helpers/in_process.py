@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.daemon import wait_until
 from tests.helpers.faulty_driver import FaultyDriver
 from tests.helpers.peer import WEIGHTS_BYTES, SmallModel
 from vmmd.core import geometry
@@ -151,4 +152,5 @@ def our_descriptors() -> int:
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     before = our_descriptors()
     asyncio.run(scenario())
-    assert our_descriptors() == before
+    # threads may be at something still, also those of clients that tests before this one had
+    wait_until(lambda: our_descriptors() <= before, 30, lambda: f"{our_descriptors()} descriptors, {before} before")

@@ -18,7 +18,7 @@ def systemd(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     path = tmp_path_factory.mktemp("n") / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(path))
-        listener.settimeout(5)
+        listener.settimeout(30)
         monkeypatch.setenv("NOTIFY_SOCKET", str(path))
         yield listener
 

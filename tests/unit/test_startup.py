@@ -89,7 +89,7 @@ def test_nothing_begins_without_a_gpu_or_its_package(directory: Path, missing: s
 def test_a_result_is_waited_for_and_errors_are_raised() -> None:
     """`result` gives what the function gave when it is ready, or raises what it raised, each time."""
     ready = threading.Event()
-    begun = Begun("slow", lambda: ready.wait(10) and "done")
+    begun = Begun("slow", lambda: ready.wait(60) and "done")
     ready.set()
     assert begun.result() == "done"
 

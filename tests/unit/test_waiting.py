@@ -55,7 +55,7 @@ def full_host(slabs: int = 4) -> Iterator[tuple[Host, int]]:
     yield host, host.range()
 
 
-async def grow(host: Host, session: Session, range_id: int, slabs: int, wait_s: float = 10.0) -> int:
+async def grow(host: Host, session: Session, range_id: int, slabs: int, wait_s: float = 60.0) -> int:
     await host.manager.kv.grow(session, [(range_id, 16 * slabs)], wait_s)
     return slabs
 
@@ -77,7 +77,7 @@ def test_a_request_waits_for_memory() -> None:
             waiting = asyncio.create_task(grow(host, other, host.range(other), 2))
             await soon(waiting)
             await host.manager.kv.shrink(host.session, held, 16 * 2)
-            assert await asyncio.wait_for(waiting, 5) == 2
+            assert await asyncio.wait_for(waiting, 30) == 2
             await host.close()
 
     run(scenario)
@@ -125,7 +125,7 @@ def test_requests_are_met_in_order() -> None:
             with pytest.raises(Exhausted, match="2 requests that came first"):
                 await grow(host, second, host.range(second), 1, 0.0)
             await host.manager.kv.shrink(host.session, held, 0)
-            await asyncio.wait_for(asyncio.gather(large, small), 5)
+            await asyncio.wait_for(asyncio.gather(large, small), 30)
             assert order == ["large", "small"]
             await host.close()
 
@@ -145,11 +145,11 @@ def test_priority_goes_first() -> None:
             second = asyncio.create_task(grow(host, high, host.range(high), 2))
             await soon(second)
             await host.manager.kv.shrink(host.session, held, 16 * 2)
-            assert await asyncio.wait_for(second, 5) == 2
+            assert await asyncio.wait_for(second, 30) == 2
             assert not first.done()
             host.manager.disconnect(low, "the test says so")
             with pytest.raises(LeaseRevoked):
-                await asyncio.wait_for(first, 5)
+                await asyncio.wait_for(first, 30)
             await host.close()
 
     run(scenario)
@@ -168,11 +168,9 @@ def test_a_client_that_hangs_up_waits_no_longer() -> None:
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-            for _ in range(50):
-                await asyncio.sleep(0.01)
-                if not host.manager.waiting.is_wanted("SIM-0"):
-                    break
-            assert not host.manager.waiting.is_wanted("SIM-0")
+            async with asyncio.timeout(30):
+                while host.manager.waiting.is_wanted("SIM-0"):
+                    await asyncio.sleep(0.01)
             await host.manager.kv.shrink(host.session, held, 0)
             await asyncio.sleep(0.05)
             assert not host.manager.ledger.held_bytes(host.manager.ledger.session_ranges(other.session_id))
@@ -197,7 +195,7 @@ def test_a_user_has_a_limit_of_waiting_requests() -> None:
             with pytest.raises(Exhausted, match="waiting_per_user_max"):
                 await grow(host, others[2], ranges[2], 1)
             await host.manager.kv.shrink(host.session, held, 0)
-            await asyncio.wait_for(asyncio.gather(*tasks), 5)
+            await asyncio.wait_for(asyncio.gather(*tasks), 30)
             await host.close()
 
     run(scenario)
@@ -234,11 +232,11 @@ def test_a_model_waits_to_be_opened() -> None:
         host = Host(device_slabs=6)
         held = host.range()
         await grow(host, host.session, held, 6)
-        opening = asyncio.create_task(host.begin(model, wait_s=10.0))
+        opening = asyncio.create_task(host.begin(model, wait_s=60.0))
         await asyncio.sleep(0.1)
         assert not opening.done()
         await host.manager.kv.shrink(host.session, held, 0)
-        opened = await asyncio.wait_for(opening, 10)
+        opened = await asyncio.wait_for(opening, 30)
         assert opened.arena.slots >= opened.arena.floor_slots
         await asyncio.wait([opened.background])
         await host.close()
