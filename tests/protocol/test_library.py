@@ -29,7 +29,8 @@ revoke_deadline_ms = {}
 device_bytes = "1MiB"
 ram_bytes = "1MiB"
 """
-DEADLINE_S = 3.0
+DEADLINE_S = 60.0
+"""No test waits for it."""
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 
@@ -47,11 +48,22 @@ def admin(daemon: Daemon) -> Iterator[Admin]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def nobody(admin: Admin) -> None:
+    """Whatever a test before this one had is free."""
+    wait_until(lambda: _is_free(admin), 30, lambda: str(admin.status()))
+
+
 @pytest.fixture
 def client(daemon: Daemon, admin: Admin) -> Iterator[Client]:
     with strata_client.connect(daemon.directory) as made:
         yield made
-    wait_until(lambda: _kv_slabs(admin) == 0 and not admin.status().quarantines, 10)
+    wait_until(lambda: _is_free(admin), 30, lambda: str(admin.status()))
+
+
+def _is_free(admin: Admin) -> bool:
+    status = admin.status()
+    return not status.sessions and status.devices[0].free_bytes == SLABS * SLAB
 
 
 def _kv_slabs(admin: Admin) -> int:
@@ -146,7 +158,7 @@ def test_nothing_can_be_done_with_what_is_closed(daemon: Daemon, admin: Admin) -
     for what in (client.devices, lambda: client.range(SLAB)):
         with pytest.raises(strata_client.InvalidRequest, match="this client is closed"):
             what()
-    wait_until(lambda: not admin.status().sessions, 10)
+    wait_until(lambda: not admin.status().sessions, 30)
 
 
 def test_views_hold_the_memory_that_they_show(admin: Admin, client: Client) -> None:
@@ -185,12 +197,11 @@ def test_a_range_that_is_closed_keeps_its_memory_until_the_last_view_has_gone(
     assert (_kv_slabs(admin), len(admin.status().sessions)) == (3, 1)
     del kept
     gc.collect()
-    wait_until(lambda: _kv_slabs(admin) == 2, 10)
+    wait_until(lambda: _kv_slabs(admin) == 2, 30)
     assert (array == 9).all()
     del array
     gc.collect()
-    wait_until(lambda: not admin.status().sessions and not _kv_slabs(admin), 10)
-    assert not admin.status().quarantines
+    wait_until(lambda: _is_free(admin), 30, lambda: str(admin.status()))
 
 
 def test_a_growth_that_is_refused_changes_nothing(admin: Admin, client: Client) -> None:
@@ -287,24 +298,24 @@ def test_a_callback_that_raises_gives_nothing(daemon: Daemon, client: Client) ->
 def test_a_callback_that_is_late_is_asked_no_more(daemon: Daemon) -> None:
     """Whoever waited is refused at the deadline, the next one at once; a range that shrinks again is asked again."""
     with ExitStack() as stack:
-        running = stack.enter_context(running_daemon(CONFIG.format(1000)))
+        running = stack.enter_context(running_daemon(CONFIG.format(5000)))
         client = stack.enter_context(strata_client.connect(running.directory))
         other = stack.enter_context(strata_client.connect(running.directory))
         asked, go_on = threading.Semaphore(0), threading.Event()
 
         def on_shrink(memory: Range, size_bytes: int, deadline_s: float) -> None:
             asked.release()
-            go_on.wait(20)
+            go_on.wait(60)
 
         lent = client.range(16 * SLAB, on_shrink=on_shrink)
         with pytest.raises(strata_client.Exhausted):
             other.range(SLAB)
-        assert asked.acquire(timeout=5)
+        assert asked.acquire(timeout=30)
         with pytest.raises(strata_client.Exhausted):
             other.range(SLAB)
         assert not asked.acquire(blocking=False)
         go_on.set()
-        wait_until(lambda: lent.size_bytes == 15 * SLAB, 10)
+        wait_until(lambda: lent.size_bytes == 15 * SLAB, 30)
         with other.range(2 * SLAB):
             assert lent.size_bytes == 14 * SLAB
 
@@ -329,10 +340,10 @@ def test_two_that_grow_at_the_other_s_cost_both_come_to_an_end(daemon: Daemon, a
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         assert len(outcomes) == 2
         assert (mine.size_bytes + yours.size_bytes) // SLAB == _kv_slabs(admin) <= SLABS
-    assert not admin.status().quarantines
+    wait_until(lambda: _is_free(admin), 30, lambda: str(admin.status()))
 
 
 # Threads, processes, event loops, the daemon's end
@@ -374,7 +385,7 @@ def test_threads_may_share_a_client_and_a_range(admin: Admin, client: Client) ->
     shared.shrink(SLAB)
     assert _kv_slabs(admin) == 1
     assert client.troubles == []
-    assert not admin.status().quarantines
+    wait_until(lambda: not admin.status().quarantines, 30)
 
 
 FORKS = """
@@ -431,11 +442,18 @@ def test_coroutines_are_not_kept_waiting(daemon: Daemon) -> None:
             loops.append((f"keep {size_bytes // SLAB}", asyncio.get_running_loop()))
             return size_bytes
 
+        async def told(count: int) -> None:
+            """Callbacks come when the thread of the client's own gets to them."""
+            while len(loops) < count:
+                await asyncio.sleep(0.01)
+
         async with await strata_client.connect_async(daemon.directory) as client:
             async with await client.range_async(
                 2 * SLAB, max_bytes=16 * SLAB, on_growth=on_growth, on_shrink=on_shrink
             ) as lent:
+                await told(1)
                 await lent.grow_async(16 * SLAB)
+                await told(2)
                 async with await client.range_async(SLAB) as memory:
                     assert memory.size_bytes == SLAB
                     assert lent.size_bytes == 15 * SLAB
@@ -447,8 +465,13 @@ def test_coroutines_are_not_kept_waiting(daemon: Daemon) -> None:
     asyncio.run(scenario())
 
 
-def test_a_coroutine_needs_its_loop(daemon: Daemon, client: Client) -> None:
+def test_a_coroutine_needs_its_loop() -> None:
     """Without one it is refused; one that has been closed, or that stands still past the deadline, gives nothing."""
+    with running_daemon(CONFIG.format(1000)) as running, strata_client.connect(running.directory) as client:
+        _check_loops(client)
+
+
+def _check_loops(client: Client) -> None:
 
     async def on_shrink(memory: Range, size_bytes: int, deadline_s: float) -> None:
         await asyncio.sleep(60)
@@ -460,6 +483,8 @@ def test_a_coroutine_needs_its_loop(daemon: Daemon, client: Client) -> None:
         lent = await client.range_async(16 * SLAB, on_shrink=on_shrink)
         with pytest.raises(strata_client.Exhausted):
             await client.range_async(SLAB)
+        while not client.troubles:  # its deadline is a moment after the daemon's, as it heard of it later
+            await asyncio.sleep(0.01)
         return lent
 
     lent = asyncio.run(make())
@@ -468,6 +493,7 @@ def test_a_coroutine_needs_its_loop(daemon: Daemon, client: Client) -> None:
     lent.grow(16 * SLAB)
     with pytest.raises(strata_client.Exhausted):
         client.range(SLAB)
+    wait_until(lambda: len(client.troubles) > 1, 30)  # the first answer may have come so late as to be the second's
     assert "event loop of a range's callbacks is closed" in client.troubles[1]
     assert lent.size_bytes == 16 * SLAB
 
@@ -480,7 +506,7 @@ def test_what_is_mapped_outlives_the_daemon() -> None:
         array = _array(memory)
         array[:] = 6
         running.kill()
-        wait_until(lambda: client.gone != "", 10)
+        wait_until(lambda: client.gone != "", 30)
         with pytest.raises(strata_client.Unavailable, match="has gone"):
             memory.grow(2 * SLAB)
         assert (array == 6).all()
@@ -496,9 +522,9 @@ def test_a_program_may_end_without_closing(daemon: Daemon, admin: Admin) -> None
         "arrays = [numpy.asarray(view), numpy.from_dlpack(memory.view()), memory.view().__dlpack__()]"
     )
     argv = [sys.executable, "-X", "dev", "-c", code, os.fspath(daemon.directory)]
-    done = subprocess.run(argv, capture_output=True, timeout=30, check=False)
+    done = subprocess.run(argv, capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
-    wait_until(lambda: not _kv_slabs(admin), 10)
+    wait_until(lambda: not _kv_slabs(admin), 30)
 
 
 def test_closing_a_client_ends_what_its_threads_wait_for(daemon: Daemon, admin: Admin) -> None:
@@ -507,7 +533,7 @@ def test_closing_a_client_ends_what_its_threads_wait_for(daemon: Daemon, admin: 
         go_on = threading.Event()
 
         def on_shrink(memory: Range, size_bytes: int, deadline_s: float) -> None:
-            go_on.wait(20)
+            go_on.wait(60)
 
         lent = lender.range(16 * SLAB, on_shrink=on_shrink)
         client = strata_client.connect(daemon.directory)
@@ -522,12 +548,12 @@ def test_closing_a_client_ends_what_its_threads_wait_for(daemon: Daemon, admin: 
 
         thread = threading.Thread(target=grow)
         thread.start()
-        wait_until(lambda: admin.status().daemon.growths.waiting == 1, 10)
+        wait_until(lambda: admin.status().daemon.growths.waiting == 1, 30)
         client.close()
-        thread.join(10)
+        thread.join(60)
         assert len(errors) == 1
         go_on.set()
-        wait_until(lambda: len(admin.status().sessions) == 1 and not admin.status().daemon.growths.waiting, 10)
+        wait_until(lambda: len(admin.status().sessions) == 1 and not admin.status().daemon.growths.waiting, 30)
         with pytest.raises(strata_client.Unavailable, match="session is closed"):
             client._session.devices()
         assert lent.size_bytes in (14 * SLAB, 16 * SLAB)
