@@ -1,4 +1,4 @@
-"""How long calls to the daemon take: with many clients, for a resident model, and after a client's death."""
+"""How long calls to the daemon take: with many clients, for a resident model, after a client's death, to its end."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.bench.report import Row, write
-from tests.helpers.daemon import Daemon, running_daemon, wait_until
+from tests.helpers.daemon import Daemon, running_daemon, vmmctl, wait_until
 from tests.helpers.peer import Admin, Remote, SmallModel, client, public_model
 
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(600)]
@@ -108,3 +108,24 @@ def test_memory_after_a_kill(daemon: Daemon, model: SmallModel) -> None:
         Row("SIGKILL to memory free, slowest", max(times), "ms", "lower", target=1000),
     ]
     write("kill", _processor(), "host", rows)
+
+
+def test_leaving(model: SmallModel, tmp_path: Path) -> None:
+    """From SIGTERM until a daemon with a client has ended, and how long vmmctl takes to say that there is none."""
+    leaving, finding = [], []
+    for _ in range(9):
+        with running_daemon(CONFIG.format("info")) as running, Remote(running.directory) as peer:
+            peer.ask("open", model)
+            began = time.perf_counter()
+            running.process.terminate()
+            running.process.wait()
+            leaving.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        assert vmmctl("status", "--socket", os.fspath(tmp_path)).returncode == 3
+        finding.append(time.perf_counter() - began)
+    rows = [
+        Row("SIGTERM to the daemon's end, p50", float(np.percentile(leaving, 50)), "s", "lower"),
+        Row("SIGTERM to the daemon's end, slowest", max(leaving), "s", "lower", target=1),
+        Row("vmmctl status without a daemon, p50", float(np.percentile(finding, 50)), "s", "lower", target=1),
+    ]
+    write("leaving", _processor(), "host", rows)
