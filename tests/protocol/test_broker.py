@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+import select
 import socket
 import stat
 import struct
@@ -12,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def daemon(shared: Daemon) -> Iterator[Daemon]:
     """A daemon that is well afterwards: it serves a newcomer and has no descriptor more."""
     pid = shared.process.pid
     with Admin(shared.directory) as admin:
-        wait_until(lambda: not admin.status().sessions, 5)
+        wait_until(lambda: not admin.status().sessions, 30)
     before = descriptors_of(pid)
     yield shared
     with client(shared.directory) as one:
@@ -111,6 +112,8 @@ def test_tokens_that_are_nobodys_are_refused_and_not_logged(daemon: Daemon) -> N
     """A missing, wrong, old or administrator's token is refused on every Memory call, and no log has it."""
     with client(daemon.directory) as ended:
         old = ended.token()
+    with Admin(daemon.directory) as looks:
+        wait_until(lambda: not looks.status().sessions, 30)
     _, sock = connection.dial([daemon.directory])
     admin = connection.Broker(sock, admin=True)
     channel, memory = memory_stub(daemon.directory)
@@ -134,7 +137,7 @@ def test_tokens_that_are_nobodys_are_refused_and_not_logged(daemon: Daemon) -> N
     channel.close()
     admin.close()
     refusals = len(tokens) * len(calls)  # each is logged a moment after its answer
-    wait_until(lambda: daemon.log.read_text().count('"code": "permission_denied"') >= refusals, 10)
+    wait_until(lambda: daemon.log.read_text().count('"code": "permission_denied"') >= refusals, 30)
     log = daemon.log.read_text()
     assert not [token for token in (old, admin.token, "f" * 64) if token in log]
 
@@ -201,7 +204,7 @@ def test_one_batch_is_fetched_while_another_is_taken(daemon: Daemon, model: Smal
             take(grant)
             other = threading.Thread(target=broker.fetch, args=(second, take, 2))
             other.start()
-            other.join(10)
+            other.join(30)
 
         broker.fetch(first, take_both)
         assert taken == [2, 2, 2, 1]
@@ -252,7 +255,7 @@ os._exit(0)
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.wait()
-        wait_until(lambda: pid not in [s.pid for s in admin.status().sessions], 2)
+        wait_until(lambda: pid not in [s.pid for s in admin.status().sessions], 30)
 
 
 def test_batch_can_be_asked_for_until_it_is_acknowledged(daemon: Daemon) -> None:
@@ -287,7 +290,7 @@ def test_receiver_at_its_descriptor_limit_loses_nothing(daemon: Daemon) -> None:
         peer.ask("grow", 20)
         peer.ask("write_kv", 7)
         assert peer.ask("read_kv") == [7]
-        assert peer.ask("descriptors") <= held + 1
+        wait_until(lambda: peer.ask("descriptors") <= held + 1, 30)
     with Wire(daemon.directory) as raw:
         channel, memory = memory_stub(daemon.directory)
         metadata = ((connection.TOKEN_KEY, raw.token),)
@@ -392,8 +395,6 @@ def test_files_that_were_never_lent_open_no_model(daemon: Daemon, model: SmallMo
 
 def test_clients_that_do_not_read_or_speak_hold_nobody_up(daemon: Daemon) -> None:
     """While one reads no answer and others say nothing, calls are served; the silent are ended in some seconds."""
-    began = time.monotonic()
-    silent = [Wire(daemon.directory, hello=False) for _ in range(50)]
     deaf = Wire(daemon.directory)
     deaf.sock.setblocking(False)
     sent = 0
@@ -404,30 +405,36 @@ def test_clients_that_do_not_read_or_speak_hold_nobody_up(daemon: Daemon) -> Non
         except BlockingIOError:
             break
     assert sent > 1
-    with client(daemon.directory) as one:
-        one.create()
-        one.grow(1)
-        assert time.monotonic() - began < 4
-        silent[0].sock.settimeout(8)
-        assert all(raw.is_closed() for raw in silent)
-        assert time.monotonic() - began < 8
+    with client(daemon.directory) as one, ExitStack() as stack:
+
+        def is_served_meanwhile() -> bool:
+            """False where all of this took so long that the silent were ended first."""
+            silent = [stack.enter_context(Wire(daemon.directory, hello=False)) for _ in range(50)]
+            one.create()
+            one.grow(1, at=-1)
+            are_there = not select.select([raw.sock for raw in silent], [], [], 0)[0]
+            assert all(raw.is_closed() for raw in silent)
+            return are_there
+
+        wait_until(is_served_meanwhile, 120)
         one.grow(2)
-    for raw in [*silent, deaf]:
-        raw.close()
+    deaf.close()
 
 
 def test_too_many_silent_connections_are_refused(daemon: Daemon) -> None:
     """Beyond 256 connections without Hello newcomers are told to come back, until those are ended."""
-    silent = []
-    try:
-        for _ in range(256):
-            silent.append(Wire(daemon.directory, hello=False))
-        with Wire(daemon.directory, hello=False) as late:
-            assert _refusal(late.receive())[0] == "permission_denied"
-    finally:
-        for raw in silent:
-            raw.close()
-        wait_until(lambda: _accepts(daemon), 5)
+
+    def is_refused() -> bool:
+        """False where it took so long that some of the 256 were ended first."""
+        with ExitStack() as stack:
+            for _ in range(256):
+                stack.enter_context(Wire(daemon.directory, hello=False))
+            late = stack.enter_context(Wire(daemon.directory, hello=False))
+            reply = late.receive()  # an empty one when its own time is over
+            return reply.WhichOneof("kind") is not None and _refusal(reply)[0] == "permission_denied"
+
+    wait_until(is_refused, 120)
+    wait_until(lambda: _accepts(daemon), 30)
 
 
 def _accepts(daemon: Daemon) -> bool:
@@ -446,10 +453,11 @@ def test_daemon_without_descriptors_waits_for_some(daemon: Daemon) -> None:
     try:
         with Wire(daemon.directory, hello=False) as waiting:
             waiting.sock.send(broker_pb2.BrokerRequest(hello=HELLO).SerializeToString())
-            wait_until(lambda: "broker.accept_failed" in daemon.log.read_text(), 5)
-            before = daemon.log.read_text().count("broker.accept_failed")
+            wait_until(lambda: "broker.accept_failed" in daemon.log.read_text(), 30)
+            began, before = time.monotonic(), daemon.log.read_text().count("broker.accept_failed")
             time.sleep(0.5)
-            assert daemon.log.read_text().count("broker.accept_failed") - before < 20
+            more = daemon.log.read_text().count("broker.accept_failed") - before
+            assert more < 20 + 20 * (time.monotonic() - began)  # ten a second
             resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
             assert waiting.receive().HasField("welcome")
     finally:
@@ -532,7 +540,7 @@ def test_modes_of_what_the_daemon_makes(tmp_path: Path) -> None:
             assert daemon.stdout.readline() == b"ready\n"
             modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (directory, *directory.iterdir())}
             daemon.stdin.close()
-            assert daemon.wait(5) == 0
+            assert daemon.wait(30) == 0
         assert modes == {"run": 0o750, "private": 0o700, "vmmd.sock": 0o660, "handles.sock": 0o660}
         assert not directory.exists()
 
