@@ -27,6 +27,21 @@ BABBLE = ("--temperature", "3", "--top-k", "0", "--top-p", "1", "--min-p", "0", 
 # Weights take 2 slabs of 1 MiB, the experts 8 (12 slots each), 160 K/V cells one.
 CONFIG = 'slab_bytes = "1MiB"\ngive_back_delay_s = 0.2\n{}\n[host]\ndevice_bytes = "{}MiB"\nram_bytes = "64MiB"\n'
 
+WAITING_FIRST = """
+import sys, time
+from strata_client import batch, main
+take = batch.Batch._take
+def wait(self, row, token):
+    if row.index == 0 and row.text.tokens == 10:
+        print("going", file=sys.stderr, flush=True)
+        while not self._attached._session.gone:
+            time.sleep(0.01)
+    take(self, row, token)
+batch.Batch._take = wait
+main.main()
+"""
+"""A client whose first text says when it has 10 tokens, and goes on when the daemon has gone."""
+
 SHORT_SECOND = """
 import sys
 from strata_client import batch, main
@@ -150,10 +165,11 @@ def test_a_daemon_that_goes(tmp_path: Path) -> None:
     """What runs goes on with the cells that it has; a prompt that waits has no text, and says so in the same words."""
     log = tmp_path / "log"
     with running_daemon(CONFIG.format("", 64)) as running, log.open("wb") as err:
-        argv = [sys.executable, "-m", "strata_client.main", "generate", *PROMPTS[1:3], "--batch", "1", "--verbose"]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        argv = [sys.executable, "-c", WAITING_FIRST, "generate", *PROMPTS[1:3], "--batch", "1"]
         argv += [*BABBLE, "--max-tokens", "100", "--json", "--socket", os.fspath(running.directory)]
-        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=err)
-        wait_until(lambda: b"K/V grown" in log.read_bytes(), 60)
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=err, env=environ)
+        wait_until(lambda: b"going\n" in log.read_bytes(), 60)
         running.kill()
         out, _ = process.communicate(timeout=60)
     first, second, _ = map(json.loads, out.decode().splitlines())
@@ -181,7 +197,7 @@ def test_control_c_prints_what_has_ended(daemon: Daemon) -> None:
         if line == b"going\n":
             break
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     (result,) = map(json.loads, out.decode().splitlines())
     assert (result["prompt"], len(result["tokens"]), result["statistics"]["reason"]) == (2, 4, "max_tokens")
