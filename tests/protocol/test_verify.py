@@ -24,6 +24,7 @@ CONFIG = """
 slab_bytes = "64KiB"
 give_back_delay_s = 0.05
 floor_slots = 10
+quiesce_deadline_ms = 60000
 [host]
 device_bytes = "1280KiB"
 ram_bytes = "4MiB"
@@ -48,7 +49,7 @@ def _verify(daemon: Daemon, *args: str) -> tuple[int, dict[str, Any]]:
 
 
 def _wait_for_homes(daemon: Daemon, count: int = 64) -> None:
-    wait_until(lambda: daemon.status()["models"][0]["homes"] == count, 10)
+    wait_until(lambda: daemon.status()["models"][0]["homes"] == count, 30)
 
 
 @contextmanager
@@ -154,8 +155,8 @@ def test_others_trade_and_read_meanwhile(daemon: Daemon, model: SmallModel) -> N
             reader.tell("count_reads", 3.0)
             with _stub(daemon) as (stub, metadata):
                 until = time.monotonic() + 3
-                while time.monotonic() < until:
-                    *_, last = stub.Verify(admin_pb2.VerifyRequest(model="model"), metadata=metadata, timeout=30)
+                while time.monotonic() < until or len(slots) < 2:  # no trade came between as yet
+                    *_, last = stub.Verify(admin_pb2.VerifyRequest(model="model"), metadata=metadata, timeout=60)
                     assert last.summary.mismatched == 0, last
                     assert last.summary.homes == 64
                     slots.add(last.summary.slots)
@@ -165,7 +166,6 @@ def test_others_trade_and_read_meanwhile(daemon: Daemon, model: SmallModel) -> N
             thread.join()
         assert not failures, failures
         assert reads and not wrong, wrong
-        assert len(slots) > 1, f"no trade came between: {slots}"
 
 
 def test_unknown_names_are_one_line(daemon: Daemon, model: SmallModel) -> None:
@@ -196,7 +196,7 @@ def test_progress_is_for_terminals(daemon: Daemon, model: SmallModel) -> None:
         )
         argv = [sys.executable, "-c", show, "verify", "model", "--output", "json"]
         argv += ["--socket", os.fspath(daemon.directory)]
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, timeout=30)
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, timeout=60)
         os.close(theirs)
         shown = os.read(ours, 4096)
         os.close(ours)
