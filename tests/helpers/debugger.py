@@ -20,14 +20,17 @@ _libc.ptrace.restype = ctypes.c_long
 @contextmanager
 def stopped_by_debugger(pid: int) -> Iterator[None]:
     """The process stands still meanwhile; for one thread, which is the debugger. Errors: `OSError`."""
-    threads = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+    seen: set[int] = set()
     held: list[int] = []
     try:
-        for thread in threads:
-            _ptrace(_SEIZE, thread)
-            held.append(thread)
-            _ptrace(_INTERRUPT, thread)
-            os.waitpid(thread, _WALL)
+        while new := {int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()} - seen:  # begun meanwhile
+            seen |= new
+            for thread in new:
+                with suppress(ProcessLookupError):  # ended meanwhile
+                    _ptrace(_SEIZE, thread)
+                    held.append(thread)
+                    _ptrace(_INTERRUPT, thread)
+                    os.waitpid(thread, _WALL)
         yield
     finally:
         for thread in held:
@@ -51,7 +54,7 @@ def stopped_by_signal(pid: int) -> Iterator[None]:
     """SIGSTOP, and SIGCONT at the end."""
     os.kill(pid, signal.SIGSTOP)
     try:
-        wait_until(lambda: state_of(pid) == "T", 10)
+        wait_until(lambda: state_of(pid) == "T", 30)
         yield
     finally:
         os.kill(pid, signal.SIGCONT)

@@ -51,7 +51,7 @@ class Liar(Client):
     def cut_stream(self) -> None:
         """Ends the watch stream alone."""
         self.session._events.cancel()
-        self.session._watcher.join(10)
+        self.session._watcher.join(30)
         assert not self.session._watcher.is_alive()
 
     def cut_broker(self) -> None:

@@ -147,7 +147,7 @@ class Client:
 
     def call(self, method: str, request: Any) -> Any:
         """One call, with this session's token. Errors: any `VmmError`."""
-        return self.session._call(method, request, timeout=30)
+        return self.session._call(method, request, timeout=60)
 
     def pid(self) -> int:
         """Of the process that this client is in."""
@@ -400,7 +400,7 @@ class Remote:
         """Whether the answer that is due is there."""
         return self._pipe.poll()
 
-    def answer(self, timeout_s: float = 60) -> Any:
+    def answer(self, timeout_s: float = 120) -> Any:
         """The answer that is due."""
         assert self._pipe.poll(timeout_s), f"client {self.pid} does not answer"
         kind, value = self._pipe.recv()
@@ -471,7 +471,7 @@ def become(uid: int) -> None:
 class Wire:
     """A bare connection to the broker, for what no honest client sends."""
 
-    def __init__(self, directory: Path, *, hello: bool = True, timeout_s: int = 10) -> None:
+    def __init__(self, directory: Path, *, hello: bool = True, timeout_s: int = 30) -> None:
         _, self.sock = connection.dial([directory])
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", timeout_s, 0))
         self.fds: list[int] = []
@@ -534,7 +534,7 @@ class Admin:
         whole = admin_pb2.StatusPart()
         metadata = ((connection.TOKEN_KEY, self._broker.token),)
         with connection.rebuilt_errors():
-            for part in self._stub.Status(admin_pb2.StatusRequest(), metadata=metadata, timeout=20):
+            for part in self._stub.Status(admin_pb2.StatusRequest(), metadata=metadata, timeout=60):
                 whole.MergeFrom(part)
         return whole
 
@@ -592,7 +592,7 @@ def threads_of(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/task"))
 
 
-def wait_for_descriptors(pid: int, count: int, timeout_s: float = 10) -> None:
+def wait_for_descriptors(pid: int, count: int, timeout_s: float = 30) -> None:
     """Waits until a process has at most so many descriptors."""
     wait_until(
         lambda: descriptors_of(pid) <= count,
