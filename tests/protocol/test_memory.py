@@ -501,6 +501,28 @@ def test_sigterm_ends_the_daemon_and_clients_go_on(model: SmallModel) -> None:
         assert not (running.directory / "handles.sock").exists()
 
 
+SLOW_TO_LEAVE = """
+import asyncio
+from vmmd import main
+from vmmd.server.server import Server
+async def stop(self, grace_s):
+    await asyncio.sleep(600)
+Server.stop = stop
+main.main()
+"""
+
+
+def test_a_daemon_that_is_slow_to_leave_leaves_no_sockets() -> None:
+    """Where something hangs while it leaves it ends all the same, and its sockets go."""
+    running = Daemon(program=("-c", SLOW_TO_LEAVE))
+    try:
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(30) == 0
+        assert not list(running.directory.glob("*.sock"))
+    finally:
+        running.stop()
+
+
 def test_draining_refuses_newcomers_and_serves_those_who_are_there(model: SmallModel) -> None:
     """A draining daemon grows its sessions, refuses new ones with that reason and leaves with the last."""
     with _daemon(32) as running, _with_memory(running.directory, model) as peer:
