@@ -13,6 +13,7 @@ from strata_api.v1 import memory_pb2, pages
 from tests.helpers.in_process import SLAB_BYTES, Host, run
 from tests.helpers.peer import SLOT_BYTES, SmallModel, public_model
 from tests.unit.test_exchange import begin_step, check, end_step, exchange, route, until
+from vmmd.core.residency import EMPTY
 from vmmd.errors import NoDevice, PreconditionFailed
 from vmmd.manager.releases import TELL_AFTER_S
 from vmmd.manager.session import Session
@@ -243,6 +244,45 @@ def test_no_step_reads_a_slot_that_a_growth_rewrites(model: SmallModel) -> None:
             end_step(opened, host.session)
             await growth
             assert opened.arena.resident[:15].all()
+            check(host, opened, model.path)
+        finally:
+            await host.close()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("taker", ["exchange", "refill"])
+def test_an_expert_that_a_growth_moves_on_comes_to_one_slot(model: SmallModel, taker: str) -> None:
+    """While it is on its way to the peer, neither an exchange nor an empty slot takes it, and no slot stays busy."""
+
+    async def scenario() -> None:
+        host, opened = await opened_on(model, FIRST, PEER)
+        arena = opened.arena
+        try:
+            opened.quiesce_deadline_s = 30.0
+            route(opened, host.session, [0], 100)
+            route(opened, host.session, range(1, 11), 900)
+            begin_step(opened, host.session)
+            growth = asyncio.create_task(grow(host, FIRST, 1))  # 10 comes to the slot of 0, which moves on to the peer
+            await until(lambda: opened.working)
+            assert arena.slot_of(0) is None
+            route(opened, host.session, [0], 5000)  # none in a slot is as hot
+            if taker == "exchange":
+                host.manager.placement.begin(opened)
+                await asyncio.sleep(0.01)
+            else:
+                empty = arena.slot_of(20)
+                arena.vacate(20)
+                opened.point(np.array([20]))
+                arena.release(empty)
+                await host.manager.upkeep._give_back(opened)
+                assert not arena.slots_that_are(EMPTY, 1, [empty.slab]).size
+            end_step(opened, host.session)
+            await growth
+            await until(lambda: not host.manager.placement.is_under_way(opened))
+            assert arena.slot_of(0) is not None
+            assert sum(slab.busy for part in arena.parts for slab in part.slabs.values()) == 0
+            assert int(arena.resident.sum()) == arena.slots == 30
             check(host, opened, model.path)
         finally:
             await host.close()

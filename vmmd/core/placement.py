@@ -59,7 +59,7 @@ def plan(
     placed = (place[:, 0] != NOWHERE) & arena.home_ready
     for part, slab in leaving:
         placed &= (place[:, 0] != part) | (place[:, 1] != slab)
-    missing = ~arena.resident & arena.home_ready
+    missing = arena.missing
     pairs = [_pairs(sizes == size, missing, placed, heat, reluctance) for size in np.unique(sizes[missing])]
     incoming, outgoing, gain = (np.concatenate(column) for column in zip(_NOTHING, *pairs, strict=True))
     order = np.argsort(-gain, kind="stable")

@@ -90,6 +90,7 @@ class Arena:
         self._slot_bytes: list[int] = geometry.slot_bytes.tolist()
         self.home: I64 = np.full((n, 2), NOWHERE, np.int64)  # slab, slot in the homes range
         self.home_ready: Bool = np.zeros(n, np.bool_)
+        self.moving: Bool = np.zeros(n, np.bool_)  # a trade brings it to another slot
         self.heat: F64 = np.zeros(n, np.float64)
 
     # Slabs
@@ -247,8 +248,8 @@ class Arena:
 
     @property
     def missing(self) -> Bool:
-        """`[n]`: whether each expert is in no slot and can be filled from a home."""
-        found: Bool = ~self.resident & self.home_ready
+        """`[n]`: whether each expert is in no slot, can be filled from a home, and is not on its way to a slot."""
+        found: Bool = ~self.resident & self.home_ready & ~self.moving
         return found
 
     def hottest_missing(self, slot_bytes: int) -> I64:

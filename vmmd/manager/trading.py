@@ -44,9 +44,11 @@ class StuckVictims(Exception):
 def begin(model: Model, trade: ArenaTrade) -> int:
     """Step 1, at once: takes the slots of `trade.moves`, and the empty ones of the victims, out of others' reach.
 
-    Returns the generation.
+    The experts that move, too: those that are displaced on one device and move on to another are in no slot meanwhile.
+    Returns the generation; `finish` must follow.
     """
     arena = model.arena
+    arena.moving[_moving(trade)] = True
     arena.reserve_all(arena.slots_that_are(EMPTY, trade.part, trade.indexes))
     displaced = []
     for move in trade.moves:
@@ -70,13 +72,14 @@ async def finish(model: Model, trade: ArenaTrade, generation: int) -> None:
     try:
         await _finish(model, trade, generation)
     finally:
+        model.arena.moving[_moving(trade)] = False
         model.working -= 1
 
 
 async def _finish(model: Model, trade: ArenaTrade, generation: int) -> None:
     arena = model.arena
     reserved = _busy_slots(model, trade)
-    experts = np.array([move.expert for move in trade.moves], np.int64)
+    experts = _moving(trade)
     places = np.array([move.to for move in trade.moves], np.int64).reshape(-1, 3)
     try:
         if any(move.displaced != EMPTY for move in trade.moves):
@@ -135,6 +138,10 @@ async def exchange(model: Model, chosen: Exchange) -> None:
 
 def _rows(slots: Set[tuple[int, ...]]) -> I64:
     return np.array(sorted(slots), np.int64).reshape(-1, 3)
+
+
+def _moving(trade: ArenaTrade) -> I64:
+    return np.array([move.expert for move in trade.moves], np.int64)
 
 
 def _busy_slots(model: Model, trade: ArenaTrade) -> I64:
