@@ -3,20 +3,21 @@
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 import pytest
 from strata_api.v1 import memory_pb2
 
 from tests.helpers.daemon import Daemon, running_daemon, wait_until
 from tests.helpers.peer import Admin, Remote, SmallModel, client, public_model
-from vmmd.errors import Exhausted
 
-# 64 experts in 13 slabs of 5 slots; the device has room for 16 slabs, one of them weights
+# 64 experts in 13 slabs of 5 slots; the device has room for 16 slabs, one of them weights. No reader is stuck: one that
+# does not get to run is waited for.
 CONFIG = """
 slab_bytes = "64KiB"
 give_back_delay_s = 0.0
+quiesce_deadline_ms = 60000
 floor_slots = 10
 [host]
 device_bytes = "1MiB"
@@ -30,8 +31,32 @@ def model() -> Iterator[SmallModel]:
         yield made
 
 
-def _stress(daemon: Daemon, model: SmallModel, seconds: float, readers: int) -> tuple[int, int, int, int]:
-    """(reads, of device slots, generations, slabs traded) while one client grows and shrinks; none may be wrong."""
+ROUNDS_MAX = 10
+"""Of reading: a busy machine needs more of them until there was enough to see."""
+
+Counts = tuple[int, int, list[str]]
+"""Reads, of device slots, and what was wrong."""
+
+
+def _read(peers: Sequence[Remote], seconds: float, seed: int) -> list[Counts]:
+    """Lets each read for a while."""
+    for n, peer in enumerate(peers):
+        peer.tell("count_reads", seconds, seed + n)
+    return [peer.answer(seconds + 60) for peer in peers]
+
+
+def _sum(found: Sequence[Counts]) -> Counts:
+    reads, on_device, wrong = zip(*found, strict=True)
+    return sum(reads), sum(on_device), [line for lines in wrong for line in lines]
+
+
+def _stress(
+    daemon: Daemon, model: SmallModel, seconds: float, readers: int, enough: tuple[int, int, int] = (0, 0, 0)
+) -> tuple[int, int, int, int]:
+    """(reads, of device slots, generations, slabs traded) while one client grows and shrinks; none may be wrong.
+
+    Goes on until there were `enough` reads, generations and traded slabs.
+    """
     with ExitStack() as stack:
         peers = [stack.enter_context(Remote(daemon.directory)) for _ in range(readers)]
         mover = stack.enter_context(Remote(daemon.directory))
@@ -51,27 +76,31 @@ def _stress(daemon: Daemon, model: SmallModel, seconds: float, readers: int) -> 
                     mover.ask("shrink", slabs // 2)
                 mover.ask("heat", growths[0] % model.n_layers, [growths[0] % 16, (growths[0] * 7 + 3) % 16], 50)
 
-        for seed, peer in enumerate(peers):
-            peer.tell("count_reads", seconds, seed)
         thread = threading.Thread(target=move)
         thread.start()
-        found = [peer.answer(seconds + 60) for peer in peers]
-        stop.set()
-        thread.join()
-        reads, on_device, wrong = (sum(values, type(values[0])()) for values in zip(*found, strict=True))
+        found: list[Counts] = []
+        try:
+            for n in range(ROUNDS_MAX):
+                found += _read(peers, seconds, n * readers)
+                reads, on_device, wrong = _sum(found)
+                generations = admin.status().models[0].generation - generation
+                if all(a >= b for a, b in zip((reads, generations, growths[1]), enough, strict=True)):
+                    break
+        finally:
+            stop.set()
+            thread.join()
         assert wrong == []
         assert all(peer.ask("troubles") == [] for peer in peers)
-        return reads, on_device, admin.status().models[0].generation - generation, growths[1]
+        return reads, on_device, generations, growths[1]
 
 
 def test_no_reader_ever_sees_another_experts_bytes(model: SmallModel) -> None:
     """While slabs are traded to and fro, readers in steps find in every slot the expert that the table names."""
     with running_daemon(CONFIG) as daemon:
-        reads, on_device, generations, traded = _stress(daemon, model, 12, 2)
-    assert reads > 50_000
+        enough = (50_000, 200, 50)
+        reads, on_device, generations, traded = _stress(daemon, model, 12, 2, enough)
+    assert all(count >= least for count, least in zip((reads, generations, traded), enough, strict=True))
     assert reads // 20 < on_device < reads
-    assert generations > 200
-    assert traded > 50
 
 
 def test_no_reader_ever_sees_another_experts_bytes_while_experts_are_exchanged(model: SmallModel) -> None:
@@ -85,16 +114,27 @@ def test_no_reader_ever_sees_another_experts_bytes_while_experts_are_exchanged(m
         admin = stack.enter_context(Admin(daemon.directory))
         before = admin.status().models[0]
         assert before.resident == 45
-        for seed, peer in enumerate(readers):
-            peer.tell("count_reads", seconds, seed)
-        until, n = time.monotonic() + seconds, 0
-        while time.monotonic() < until:
-            router.ask("heat", n % model.n_layers, [(n * 7 + i) % 16 for i in range(12)], 300)
-            n += 1
-            time.sleep(0.1)
-        found = [peer.answer(seconds + 60) for peer in readers]
-        after = admin.status().models[0]
-    reads, on_device, wrong = (sum(values, type(values[0])()) for values in zip(*found, strict=True))
+        stop = threading.Event()
+
+        def route() -> None:
+            n = 0
+            while not stop.wait(0.1):
+                router.ask("heat", n % model.n_layers, [(n * 7 + i) % 16 for i in range(12)], 300)
+                n += 1
+
+        thread = threading.Thread(target=route)
+        thread.start()
+        found: list[Counts] = []
+        try:
+            for n in range(ROUNDS_MAX):
+                found += _read(readers, seconds, n * len(readers))
+                after = admin.status().models[0]
+                if after.generation - before.generation > 60:
+                    break
+        finally:
+            stop.set()
+            thread.join()
+    reads, on_device, wrong = _sum(found)
     assert wrong == []
     assert reads // 2 < on_device < reads
     assert after.generation - before.generation > 60, "experts were hardly exchanged"
@@ -116,25 +156,44 @@ def test_no_reader_ever_sees_another_experts_bytes_on_two_devices(model: SmallMo
         for device in (0, 1):
             mover.ask("create", device=device)
         admin = stack.enter_context(Admin(daemon.directory))
-        wait_until(lambda: admin.status().models[0].resident == 55, 5, lambda: str(admin.status().models))
+
+        def is_full() -> bool:
+            return admin.status().models[0].resident == 55
+
+        wait_until(is_full, 30, lambda: str(admin.status().models))
         before = admin.status().models[0]
-        for seed, peer in enumerate((solo, reader)):
-            peer.tell("count_reads", seconds, seed)
-        until, n, traded = time.monotonic() + seconds, 0, [0, 0]
-        while time.monotonic() < until:
-            for at in (0, 1):
-                with suppress(Exhausted):  # slots may be busy for as long as a reader does not get to run
+        stop, traded = threading.Event(), [0, 0]
+
+        def move() -> None:
+            n = 0
+            while not stop.is_set():
+                for at in (0, 1):
                     traded[at] += mover.ask("grow", 1 + (n + at) % 4, at=at)
-            mover.ask("heat", n % model.n_layers, [(n * 7 + i) % 16 for i in range(8)], 300)
-            time.sleep(0.05)
-            for at in (0, 1):
-                mover.ask("shrink", n % 2, at=at)
-            n += 1
-        found = [peer.answer(seconds + 60) for peer in (solo, reader)]
-        after = admin.status().models[0]
+                mover.ask("heat", n % model.n_layers, [(n * 7 + i) % 16 for i in range(8)], 300)
+                time.sleep(0.05)
+                for at in (0, 1):
+                    mover.ask("shrink", n % 2, at=at)
+                n += 1
+
+        thread = threading.Thread(target=move)
+        thread.start()
+        found: list[list[Counts]] = []
+        try:
+            for n in range(ROUNDS_MAX):
+                found.append(_read((solo, reader), seconds, 2 * n))
+                after = admin.status().models[0]
+                if min(traded) > 10 and after.generation - before.generation > 100:
+                    break
+        finally:
+            stop.set()
+            thread.join()
         assert solo.ask("troubles") == reader.ask("troubles") == []
-    assert [wrong for _, _, wrong in found] == [[], []]
-    assert all(reads // 10 < on_device < reads for reads, on_device, _ in found)
+        for at in (0, 1):
+            mover.ask("shrink", 0, at=at)
+        wait_until(is_full, 30, lambda: f"slots were lost: {admin.status()}")
+    each = [_sum(counts) for counts in zip(*found, strict=True)]
+    assert [wrong for _, _, wrong in each] == [[], []]
+    assert all(reads // 50 < on_device < reads for reads, on_device, _ in each)
     assert min(traded) > 10
     assert after.generation - before.generation > 100
 
@@ -155,7 +214,7 @@ def test_a_client_that_hears_late_reads_no_slab_that_has_gone(model: SmallModel)
                 assert late.wrong_experts() == 0
                 grower.ask("shrink", 0)
                 assert late.wrong_experts() == 0
-        wait_until(lambda: admin.device().kv_bytes == 0 and len(heard) > 0, 5)
+        wait_until(lambda: admin.device().kv_bytes == 0 and len(heard) > 0, 30)
         until = time.monotonic() + 1.5
         while time.monotonic() < until:  # upkeep looks four times a second
             assert late.wrong_experts() == 0
@@ -163,7 +222,7 @@ def test_a_client_that_hears_late_reads_no_slab_that_has_gone(model: SmallModel)
         late.session._on_event = on_event  # type: ignore[method-assign]
         for event in heard:
             on_event(event)
-        wait_until(lambda: admin.status().models[0].resident == model.n, 5, lambda: str(admin.status()))
+        wait_until(lambda: admin.status().models[0].resident == model.n, 30, lambda: str(admin.status()))
         assert late.wrong_experts() == 0
 
 
