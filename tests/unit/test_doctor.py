@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import select
 import socket
 import subprocess
 import sys
@@ -541,9 +542,11 @@ def test_a_call_that_fails_anywhere(tmp_path: Path, install: Install) -> None:
 # The child
 
 
-def child(code: str) -> list[Finding]:
+def child(code: str, timeout_s: float = 60) -> list[Finding]:
+    """What a child that has begun to write leaves."""
     with probes_cuda.Child([sys.executable, "-c", code]) as probing:
-        return list(probing.findings(timeout_s=1))
+        assert select.select([probing._process.stdout], [], [], 60)[0]
+        return list(probing.findings(timeout_s))
 
 
 BEGIN = "import json, os, time; print(json.dumps({'begin': 'GPU-1 slab'}), flush=True); "
@@ -551,7 +554,7 @@ BEGIN = "import json, os, time; print(json.dumps({'begin': 'GPU-1 slab'}), flush
 
 def test_a_driver_that_hangs() -> None:
     """A probe that does not come back is named, and its process ended."""
-    (finding,) = child(BEGIN + "time.sleep(100)")
+    (finding,) = child(BEGIN + "time.sleep(100)", timeout_s=1)
     assert (finding.name, finding.state) == ("GPU-1 slab", "fail")
     assert "did not come back in 1 s" in finding.what_is
 
@@ -570,6 +573,11 @@ def test_a_driver_that_crashes() -> None:
     assert first == Finding("a", "ok", "x")
     assert (last.name, last.state) == ("GPU-1 slab", "fail")
     assert "SIGABRT" in last.what_is
+
+
+def test_a_child_that_takes_long_to_end() -> None:
+    """What a driver does after the last probe, as its process ends, is no failure of that probe."""
+    assert child(BEGIN + "os.close(1); time.sleep(2.5); os._exit(0)") == []
 
 
 def test_a_child_that_writes_nonsense() -> None:

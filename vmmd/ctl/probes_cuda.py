@@ -36,6 +36,9 @@ from vmmd.runtime_dir import device_owner
 PROBE_TIMEOUT_S = 30.0
 """How long one probe may take; without NVIDIA's persistence daemon a GPU takes seconds to wake."""
 
+END_TIMEOUT_S = 10.0
+"""How long the child may take to end after its last word: the driver frees what GPUs have."""
+
 _SLAB_BYTES = 64 * MIB
 _LARGE_BYTES = 4 * GIB
 _LARGE_SPARE_BYTES = GIB  # left free for others while the large allocation is tried
@@ -450,7 +453,7 @@ class Child:
                 yield Finding(**value)
             except (ValueError, TypeError):
                 yield Finding(probe, "warn", f"the probing process wrote what is no finding: {line[:200]!r}")
-        code = self._end(0 if is_hanging else 2)
+        code = self._end(0 if is_hanging else END_TIMEOUT_S)
         if is_hanging:
             what_is = f"this probe did not come back in {timeout_s:g} s"
             if code is None:
