@@ -92,7 +92,7 @@ def test_arenas_trade_in_a_daemon() -> None:
         two.arena.heat = np.linspace(1.0, 0.1, hot.n)
         one.arena.heat = np.full(cold.n, 1e-6)
         host.manager.upkeep.start()
-        for _ in range(300):
+        for _ in range(6000):
             await asyncio.sleep(0.01)
             if two.arena.resident.all():
                 break

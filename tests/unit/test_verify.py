@@ -40,7 +40,8 @@ class Host:
             DeviceRecord(d.uuid, d.name, SLAB_BYTES, d.total_bytes, d.total_bytes, is_host=d.uuid == HOST_UUID)
             for d in self.driver.devices()
         ]
-        self.manager = Manager(self.driver, records, Options(floor_slots=10))  # type: ignore[arg-type]
+        options = Options(floor_slots=10, quiesce_deadline_s=60.0)  # a read that a test holds up is not stuck
+        self.manager = Manager(self.driver, records, options)  # type: ignore[arg-type]
         self.session = self.manager.connect(os.getpid(), 0, 0, "user", "test", os.pidfd_open(os.getpid()))
         self._files = 0
 
@@ -275,7 +276,7 @@ def test_a_trade_waits_for_a_slot_that_is_read_and_it_is_compared_again(small: S
         def block(slab: object) -> None:
             if id(slab) in arena_slabs and not begun.is_set():
                 begun.set()
-                go_on.wait(20)
+                go_on.wait(60)
 
         host.driver.before_read = block
         verifying = asyncio.create_task(_verified(model))
@@ -306,7 +307,7 @@ def test_dropping_waits_for_the_read_and_ends_the_verification(small: SmallModel
 
         def block(_: object) -> None:
             begun.set()
-            go_on.wait(20)
+            go_on.wait(60)
 
         host.driver.before_read = block
         verifying = asyncio.create_task(_verified(model))
@@ -333,7 +334,7 @@ def test_a_cancelled_verification_holds_until_its_read_ends(small: SmallModel) -
 
         def block(_: object) -> None:
             begun.set()
-            go_on.wait(20)
+            go_on.wait(60)
 
         host.driver.before_read = block
         verifying = asyncio.create_task(_verified(model))
