@@ -92,5 +92,6 @@ def test_store(kernels: KernelRunner, rng: np.random.Generator) -> None:
     largest = np.abs(x).reshape(-1, 16).max(axis=1)
     assert np.array_equal(values, x)
     assert np.all(np.abs(rounded - x).reshape(-1, 16).max(axis=1) <= largest / 32512 * 0.51)
-    assert np.allclose(sums, rounded.reshape(-1, 16).sum(axis=1, dtype=np.float64), rtol=1e-6, atol=1e-6)
+    groups = rounded.reshape(-1, 16).astype(np.float64)  # whose sums may be near zero
+    assert np.all(np.abs(sums - groups.sum(axis=1)) <= 1e-6 * np.abs(groups).sum(axis=1))
     assert not squares.any()
