@@ -306,7 +306,7 @@ SMALL = build(small_keys(), small_tensors())
 HEADER_BYTES = 6300
 
 
-@settings(max_examples=300, deadline=2000)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.tuples(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis.extra import numpy as npst
 
 from tests.unit.test_arbiter import KV, LARGE0, MIB, SMALL0, World
@@ -46,7 +46,6 @@ def test_a_change_is_followed() -> None:
 counts = npst.arrays(np.float64, N, elements=st.floats(0, 1))
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(counts, st.integers(1, 5000)), max_size=30))
 def test_shares_stay_shares(stream: list[tuple[np.ndarray, int]]) -> None:
     """Whatever is counted, a share is finite, at least 0 and at most 1."""

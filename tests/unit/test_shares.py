@@ -215,7 +215,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(st.integers(4, 14), st.lists(st.integers(0, 6), min_size=4, max_size=4), actions)
 def test_guarantees_are_never_broken(slabs: int, wanted: list[int], steps: list[tuple[str, int]]) -> None:
     """Whatever others do, each user can grow to its guarantee at every moment, at once and all of them together."""
@@ -252,7 +252,7 @@ def test_guarantees_are_never_broken(slabs: int, wanted: list[int], steps: list[
         world.check_guarantees()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 6), st.lists(st.integers(1, 4), min_size=1, max_size=8))
 def test_caps_are_never_passed(cap: int, growths: list[int]) -> None:
     """A user's sessions together hold at most its cap, and as much as fits under it."""

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strata_api.v1 import memory_pb2 as wire
 
@@ -93,7 +93,6 @@ def test_lines_of_a_split_that_was_asked_for() -> None:
     assert second.startswith("strata: layers 10 to 47 on device 1, HOST-SIM-1: 38.00 GiB")
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_no_split_has_a_faster_slowest_stage(data: st.DataObject) -> None:
     """`auto` is never slower than any other way to part the layers."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from strata_client import tokenizer as tokenizer_module
@@ -181,7 +181,6 @@ def test_tokens_that_do_not_occur_change_nothing(pre: str) -> None:
     growing, whole = Tokenizer(vocabulary), Tokenizer(vocabulary)
     whole._know(np.ones(whole.n_tokens, np.bool_) & (vocabulary.slots < len(vocabulary.hashes)))
 
-    @settings(deadline=None)
     @given(text=TEXTS)
     def check(text: str) -> None:
         expected = whole.encode(text)
