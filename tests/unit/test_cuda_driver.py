@@ -51,7 +51,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     stand = Stand(monkeypatch)
     yield stand
     assert not stand.fake._stack()
-    assert descriptors() == before
+    assert descriptors() <= before  # a thread of another test may close something meanwhile
 
 
 def descriptors() -> int:

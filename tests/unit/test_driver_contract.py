@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import os
 import resource
 import socket
@@ -55,12 +56,13 @@ def count_descriptors() -> int:
 @pytest.fixture(params=["host", "fake-cuda", pytest.param("cuda", marks=pytest.mark.gpu)])
 def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Platform]:
     """Every driver, CUDA's also on a stand-in; descriptors are back where they were afterwards."""
+    gc.collect()  # what clients of other tests had open here
     if request.param == "host":
         before = count_descriptors()
         driver = HostDriver([("SIM-0", "simulated 0", 16 * MIB), ("SIM-1", "simulated 1", 16 * MIB)], 32 * MIB)
         yield Platform(driver, HostMapper(), "SIM-0", MIB)
         driver.close()
-        assert count_descriptors() == before
+        assert count_descriptors() <= before  # a thread of another test may close something meanwhile
         return
     if request.param == "cuda":
         require_gpu()
@@ -81,7 +83,7 @@ def cuda_platform() -> Iterator[Platform]:
     device = driver.devices()[0]
     yield Platform(driver, mapper, device.uuid, device.page_bytes)
     driver.close()
-    assert count_descriptors() == before
+    assert count_descriptors() <= before
 
 
 @pytest.fixture
