@@ -60,6 +60,12 @@ def write(name: str, device: str, driver: str, rows: Sequence[Row]) -> Path:
     return path
 
 
+def gpu_driver() -> str:
+    """The driver's name, with its version where the kernel tells it."""
+    version = Path("/sys/module/nvidia/version")
+    return f"NVIDIA {version.read_text().strip()}" if version.exists() else "NVIDIA"
+
+
 def _commit() -> str:
     try:
         command = ["git", "-C", str(RESULTS.parent), "rev-parse", "--short", "HEAD"]

@@ -3,7 +3,6 @@
 import ctypes
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -170,9 +169,7 @@ class Bench:
             buffer.close()
 
     def write(self, name: str, rows: Sequence[Row]) -> None:
-        version = Path("/sys/module/nvidia/version")
-        driver = f"NVIDIA {version.read_text().strip()}" if version.exists() else "NVIDIA"
-        report.write(name, self.name, driver, rows)
+        report.write(name, self.name, report.gpu_driver(), rows)
 
 
 @pytest.fixture(scope="module")

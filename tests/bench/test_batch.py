@@ -1,7 +1,5 @@
 """How many tokens a second several sequences of a model of Qwen3-30B-A3B's shape have in sum on one GPU."""
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,16 +8,12 @@ from typing import Any
 
 import pytest
 
-from strata_client.attached import attach
 from strata_client.batch import Batch, BatchEngine, Result, Row, load_batch, open_batch_engine
-from strata_client.models.gguf_file import open_model_file
 from strata_client.models.qwen3moe import Qwen3Moe
-from strata_client.output import Signals
 from strata_client.sampler import SamplerOptions
 from tests.bench import report
+from tests.bench.large_model import attached_model, random_model, write
 from tests.helpers.cuda_peer import GIB, Machine
-from tests.helpers.require_gpu import require_gpu
-from vmmd.driver import cuda_calls
 
 pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -70,34 +64,24 @@ class Timed:
 @pytest.fixture(scope="module")
 def machine() -> Machine:
     """The GPU."""
-    require_gpu()
     return Machine.real()
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """18.5 GB of random weights; every expert is as likely."""
-    path = tmp_path_factory.mktemp("model") / "m30.gguf"
-    arguments = [str(path), "--mix", "q4_k_m", "--skew", "0"]
-    subprocess.run([sys.executable, "-m", "tests.bench.make_random_gguf", *arguments], check=True)
-    yield path
-    path.unlink()
+    with random_model(tmp_path_factory.mktemp("model"), "--mix", "q4_k_m", "--skew", "0") as path:
+        yield path
 
 
 @contextmanager
 def opened(machine: Machine, path: Path, rows: int) -> Iterator[BatchEngine]:
     """What evaluates so many sequences, with a daemon of its own."""
-    lines: list[str] = []
     with (
         machine.daemon(f"host_cap_bytes = {40 * GIB}\n") as daemon,
-        open_model_file(str(path)) as model_file,
-        attach(
-            Qwen3Moe(model_file), model_file, [daemon.directory], context=CONTEXT, sequences=rows, device=None,
-            kv_type=None, say=lines.append, say_verbose=lines.append, signals=Signals(),
-            progress=lambda filled, total: None, load=load_batch,
-        ) as attached,
+        attached_model(daemon.directory, path, CONTEXT, sequences=rows, load=load_batch) as attached,
         open_batch_engine(attached, rows) as engine,
-    ):  # fmt: skip
+    ):
         yield engine
 
 
@@ -140,7 +124,4 @@ def test_batches(machine: Machine, model_path: Path) -> None:
             rows.append(report.Row(name, timed.tokens_per_s(n), "tok/s", "higher", target, limit, peer))
         took_s = run(engine, prompts(64, 512), 16, TOKENS)
         rows.append(report.Row("64 prompts of 512 tokens, 16 at once", 64 * TOKENS / took_s, "tok/s", "higher"))
-    gpus, _ = cuda_calls.find_gpus(cuda_calls.bindings())
-    version = Path("/sys/module/nvidia/version")
-    driver = f"NVIDIA {version.read_text().strip()}" if version.exists() else "NVIDIA"
-    report.write("batch", gpus[0].name, driver, rows)
+    write("batch", rows)

@@ -183,9 +183,7 @@ def test_steps(tmp_path: Path) -> None:
     bench.decoder.close()
     placed.close()
     device.close()
-    version = Path("/sys/module/nvidia/version")
-    driver = f"NVIDIA {version.read_text().strip()}" if version.exists() else "NVIDIA"
-    report.write("batch-decoder", gpu.name, driver, figures)
+    report.write("batch-decoder", gpu.name, report.gpu_driver(), figures)
 
 
 def measure(bench: Bench, numbers_of_rows: tuple[int, ...]) -> list[Row]:

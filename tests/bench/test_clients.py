@@ -2,8 +2,6 @@
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -14,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from strata_client.sampler import SamplerOptions
+from tests.bench.large_model import attached_engine, random_model, write
 from tests.bench.report import Row
-from tests.bench.test_decode import attached_engine, write
 from tests.helpers.cuda_peer import GIB, Machine
 from tests.helpers.daemon import Daemon
-from tests.helpers.require_gpu import require_gpu
 
 pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -36,18 +33,14 @@ WAIT_S = 240
 @pytest.fixture(scope="module")
 def machine() -> Machine:
     """The GPU."""
-    require_gpu()
     return Machine.real()
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """18.5 GB of random weights, some experts hotter than others."""
-    path = tmp_path_factory.mktemp("model") / "m30.gguf"
-    arguments = [str(path), "--mix", "q4_k_m", "--skew", "0.5"]
-    subprocess.run([sys.executable, "-m", "tests.bench.make_random_gguf", *arguments], check=True)
-    yield path
-    path.unlink()
+    with random_model(tmp_path_factory.mktemp("model"), "--mix", "q4_k_m", "--skew", "0.5") as path:
+        yield path
 
 
 def decode(directory: str, model: str, seed: int, together: Barrier, answer: Connection) -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -58,9 +57,7 @@ class Bench:
             assert client.map(self.driver, first, some, writable=writable) is None
 
     def write(self, name: str, rows: Sequence[Row]) -> None:
-        version = Path("/sys/module/nvidia/version")
-        driver = f"NVIDIA {version.read_text().strip()}" if version.exists() else "NVIDIA"
-        report.write(name, self.gpu.name, driver, rows)
+        report.write(name, self.gpu.name, report.gpu_driver(), rows)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ from tests.helpers.cuda_peer import GIB, MIB, LargeModel, Machine
 from tests.helpers.daemon import Daemon, wait_until
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.peer import Admin, Remote
-from tests.helpers.require_gpu import require_gpu
 from vmmd.driver import cuda_calls
 from vmmd.driver.base import Slab
 from vmmd.driver.cuda_calls import call, current
@@ -97,9 +96,7 @@ class Bench:
 
     def write(self, name: str, rows: Sequence[Row]) -> None:
         """Reports rows."""
-        version = Path("/sys/module/nvidia/version")
-        driver = f"NVIDIA {version.read_text().strip()}" if version.exists() else "NVIDIA"
-        report.write(name, self.device, driver, rows)
+        report.write(name, self.device, report.gpu_driver(), rows)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +105,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     if os.environ.get("STRATA_FAKE_CUDA"):
         machine, sizes, device = Machine.stand_in(tmp_path_factory.mktemp("others"), gpus=2), REHEARSAL, "rehearsal"
     else:
-        require_gpu()
         machine, sizes = Machine.real(), FULL
         device = cuda_calls.find_gpus(cuda_calls.bindings())[0][0].name
     with machine.model(sizes.n_layers, sizes.n_experts, durable=True) as model:

@@ -1,8 +1,6 @@
 """How fast a model of Qwen3-30B-A3B's shape decodes on one GPU, all of it resident and not."""
 
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,17 +12,10 @@ import numpy as np
 import pytest
 from strata_api.v1 import pages
 
-from strata_client.attached import attach
-from strata_client.engine import open_engine
-from strata_client.models.gguf_file import open_model_file
-from strata_client.models.qwen3moe import Qwen3Moe
-from strata_client.output import Signals
 from strata_client.sampler import SamplerOptions
-from tests.bench import report
+from tests.bench.large_model import attached_engine, random_model, write
 from tests.bench.report import Row
 from tests.helpers.cuda_peer import GIB, Machine
-from tests.helpers.require_gpu import require_gpu
-from vmmd.driver import cuda_calls
 from vmmd.driver.cuda_calls import call
 
 pytestmark = [pytest.mark.bench, pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -46,7 +37,6 @@ CAPS = {
 @pytest.fixture(scope="module")
 def machine() -> Machine:
     """The GPU."""
-    require_gpu()
     return Machine.real()
 
 
@@ -59,34 +49,8 @@ def skew(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory, skew: str) -> Iterator[Path]:
     """18.5 GB of random weights."""
-    path = tmp_path_factory.mktemp("model") / "m30.gguf"
-    arguments = [str(path), "--mix", "q4_k_m", "--skew", skew]
-    subprocess.run([sys.executable, "-m", "tests.bench.make_random_gguf", *arguments], check=True)
-    yield path
-    path.unlink()
-
-
-@contextmanager
-def attached_engine(directory: Path, path: Path, context: int) -> Iterator[Any]:
-    """An engine, with the daemon that has this runtime directory."""
-    lines: list[str] = []
-    with (
-        open_model_file(str(path)) as model_file,
-        attach(
-            Qwen3Moe(model_file),
-            model_file,
-            [directory],
-            context=context,
-            device=None,
-            kv_type=None,
-            say=lines.append,
-            say_verbose=lines.append,
-            signals=Signals(),
-            progress=lambda filled, total: None,
-        ) as attached,
-        open_engine(attached) as engine,
-    ):
-        yield engine
+    with random_model(tmp_path_factory.mktemp("model"), "--mix", "q4_k_m", "--skew", skew) as path:
+        yield path
 
 
 @contextmanager
@@ -160,14 +124,6 @@ def kernel_times_us(engine: Any) -> list[tuple[str, int, float]]:
     line = engine.attached.opened.steps.line  # `sample` alone has retired steps that nobody launched
     line[pages.WORD_RETIRED] = line[pages.WORD_LAUNCHED]
     return found
-
-
-def write(name: str, rows: list[Row]) -> None:
-    """Reports figures of the first GPU."""
-    gpus, _ = cuda_calls.find_gpus(cuda_calls.bindings())
-    version = Path("/sys/module/nvidia/version")
-    driver = f"NVIDIA {version.read_text().strip()}" if version.exists() else "NVIDIA"
-    report.write(name, gpus[0].name, driver, rows)
 
 
 def test_resident(machine: Machine, model_path: Path, skew: str) -> None:

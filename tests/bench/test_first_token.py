@@ -3,8 +3,6 @@
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +13,10 @@ import pytest
 
 from strata_client import model_cache
 from tests.bench import report
+from tests.bench.large_model import random_model
 from tests.bench.report import Row
 from tests.helpers.cuda_peer import GIB, Machine
 from tests.helpers.daemon import Daemon, client, running_daemon, wait_until
-from tests.helpers.require_gpu import require_gpu
 from vmmd.driver import cuda_calls
 
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(900)]
@@ -32,13 +30,11 @@ STAGES = ("imports", "connect", "open", "map", "tokenizer", "context", "kernels"
 
 
 @contextmanager
-def random_model(directory: Path, *options: str) -> Iterator[Path]:
-    """A file of 48 layers with 128 experts, that is removed again."""
-    path = directory / "model.gguf"
-    subprocess.run([sys.executable, "-m", "tests.bench.make_random_gguf", str(path), *options], check=True)
-    time.sleep(model_cache.SETTLED_S + 0.1)  # else its header is not kept
-    yield path
-    path.unlink()
+def settled_model(directory: Path, *options: str) -> Iterator[Path]:
+    """A file of 48 layers with 128 experts that has been there for as long as it takes for its header to be kept."""
+    with random_model(directory, *options) as path:
+        time.sleep(model_cache.SETTLED_S + 0.1)
+        yield path
 
 
 def generate(daemon: Daemon, model: Path, prompt: str = PROMPT) -> dict[str, float]:
@@ -64,10 +60,9 @@ def rows_of(runs: list[dict[str, float]]) -> list[Row]:
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path) -> None:
     """With the model resident, and with a daemon that has just started and finds the file in the page cache."""
-    require_gpu()
     machine = Machine.real()
     config = f"host_cap_bytes = {40 * GIB}\n"
-    with random_model(tmp_path, "--mix", "q4_k_m") as model:
+    with settled_model(tmp_path, "--mix", "q4_k_m") as model:
         with machine.daemon(config) as daemon:
             generate(daemon, model)  # compiles
             wait_until(lambda: daemon.status()["models"][0]["homes"] == 48 * 128, 60)
@@ -88,7 +83,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
 def test_on_the_host(tmp_path: Path) -> None:
     """As many experts, but small ones, on the host driver; numpy's prefill apart, what a start costs without a GPU."""
     options = ("--hidden", "64", "--expert-hidden", "64", "--type", "Q8_0", "--type-output", "Q8_0")
-    with random_model(tmp_path, *options) as model, running_daemon("slab_bytes = 4194304\n") as daemon:
+    with settled_model(tmp_path, *options) as model, running_daemon("slab_bytes = 4194304\n") as daemon:
         generate(daemon, model, "a")
         warm = [generate(daemon, model, "a") for _ in range(RUNS)]
     rows = [

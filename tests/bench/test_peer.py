@@ -3,8 +3,6 @@
 Of two GPUs one holds about 20 % of the experts, and both hold about 65 %.
 """
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,14 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from strata_client.attached import attach
-from strata_client.engine import open_engine
-from strata_client.models.gguf_file import open_model_file
-from strata_client.models.qwen3moe import Qwen3Moe
-from strata_client.output import Signals
 from strata_client.sampler import SamplerOptions
+from tests.bench.large_model import attached_engine, random_model, write
 from tests.bench.report import Row
-from tests.bench.test_decode import EXPERTS_GIB, REST_GIB, decoded, write
+from tests.bench.test_decode import EXPERTS_GIB, REST_GIB, decoded
 from tests.helpers.cuda_peer import GIB, Machine
 from tests.helpers.daemon import Daemon
 
@@ -55,11 +49,8 @@ def skew(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def model_path(machine: Machine, tmp_path_factory: pytest.TempPathFactory, skew: str) -> Iterator[Path]:
     """18.5 GB of random weights."""
-    path = tmp_path_factory.mktemp("model") / "m30.gguf"
-    arguments = [str(path), "--mix", "q4_k_m", "--skew", skew]
-    subprocess.run([sys.executable, "-m", "tests.bench.make_random_gguf", *arguments], check=True)
-    yield path
-    path.unlink()
+    with random_model(tmp_path_factory.mktemp("model"), "--mix", "q4_k_m", "--skew", skew) as path:
+        yield path
 
 
 def config(machine: Machine, caps_gib: tuple[float, float], peer_access: str = "auto") -> str:
@@ -76,23 +67,10 @@ def opened(
 ) -> Iterator[tuple[Any, list[str]]]:
     """An engine on the first GPU, alone or with the second as its peer, and what it says."""
     lines: list[str] = []
-    with (
-        open_model_file(str(path)) as model_file,
-        attach(
-            Qwen3Moe(model_file),
-            model_file,
-            [daemon.directory],
-            context=context,
-            device=machine.uuids[0],
-            kv_type=None,
-            say=lines.append,
-            say_verbose=lambda line: None,
-            signals=Signals(),
-            progress=lambda filled, total: None,
-            peer_devices=machine.uuids[1:2] if peer else [],
-        ) as attached,
-        open_engine(attached) as engine,
-    ):
+    peers = machine.uuids[1:2] if peer else []
+    with attached_engine(
+        daemon.directory, path, context, lines.append, device=machine.uuids[0], peer_devices=peers
+    ) as engine:
         yield engine, lines
     print(*lines, sep="\n")
 

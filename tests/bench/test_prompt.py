@@ -3,7 +3,6 @@
 import ctypes
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -123,9 +122,7 @@ class Bench:
             self._buffers.pop().close()
 
     def write(self, name: str, rows: Sequence[Row]) -> None:
-        version = Path("/sys/module/nvidia/version")
-        driver = f"NVIDIA {version.read_text().strip()}" if version.exists() else "NVIDIA"
-        report.write(name, self.name, driver, rows)
+        report.write(name, self.name, report.gpu_driver(), rows)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import ctypes
 import statistics
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -96,6 +95,4 @@ def test_sample() -> None:
     for buffer in buffers.values():
         buffer.close()
     kernels.close()
-    version = Path("/sys/module/nvidia/version")
-    driver = f"NVIDIA {version.read_text().strip()}" if version.exists() else "NVIDIA"
-    report.write("sample", gpu.name, driver, rows)
+    report.write("sample", gpu.name, report.gpu_driver(), rows)

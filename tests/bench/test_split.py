@@ -1,7 +1,5 @@
 """How fast a model of Qwen3-30B-A3B's shape runs split over two GPUs, against one, all of it resident."""
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,15 +8,11 @@ from typing import Any
 
 import pytest
 
-from strata_client.attached import attach
-from strata_client.engine import open_engine
-from strata_client.models.gguf_file import open_model_file
-from strata_client.models.qwen3moe import Qwen3Moe
-from strata_client.output import Signals
 from strata_client.sampler import SamplerOptions
 from strata_client.split import Split
+from tests.bench.large_model import attached_engine, random_model, write
 from tests.bench.report import Row
-from tests.bench.test_decode import tokens_per_s, write
+from tests.bench.test_decode import tokens_per_s
 from tests.bench.test_peer import PROMPT
 from tests.helpers.cuda_peer import GIB, Machine
 
@@ -36,10 +30,8 @@ def machine() -> Machine:
 @pytest.fixture(scope="module")
 def model_path(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """18.5 GB of random weights."""
-    path = tmp_path_factory.mktemp("model") / "m30.gguf"
-    subprocess.run([sys.executable, "-m", "tests.bench.make_random_gguf", str(path), "--mix", "q4_k_m"], check=True)
-    yield path
-    path.unlink()
+    with random_model(tmp_path_factory.mktemp("model"), "--mix", "q4_k_m") as path:
+        yield path
 
 
 @contextmanager
@@ -47,21 +39,7 @@ def opened(machine: Machine, path: Path, split: Split | None) -> Iterator[Any]:
     """An engine with a daemon of its own, on the first GPU or on two."""
     with (
         machine.daemon(f"host_cap_bytes = {40 * GIB}\n") as daemon,
-        open_model_file(str(path)) as model_file,
-        attach(
-            Qwen3Moe(model_file),
-            model_file,
-            [daemon.directory],
-            context=PROMPT + 256,
-            device=machine.uuids[0],
-            kv_type=None,
-            say=print,
-            say_verbose=lambda line: None,
-            signals=Signals(),
-            progress=lambda filled, total: None,
-            split=split,
-        ) as attached,
-        open_engine(attached) as engine,
+        attached_engine(daemon.directory, path, PROMPT + 256, print, device=machine.uuids[0], split=split) as engine,
     ):
         yield engine
 

@@ -14,7 +14,6 @@ from tests.helpers.cuda_peer import GIB, MIB, LargeModel, Machine
 from tests.helpers.daemon import wait_until
 from tests.helpers.doomed import Doomed
 from tests.helpers.peer import CELL, Admin, Remote, SmallModel, public_model
-from tests.helpers.require_gpu import require_gpu
 from vmmd.driver.cuda_calls import CONTEXT_IS_DEAD
 from vmmd.driver.host_memfd import HOST_UUID
 from vmmd.errors import DriverError, Exhausted, NoDevice
@@ -35,7 +34,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user
 def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     """Real GPUs, or the stand-in."""
     if request.param == "cuda":
-        require_gpu()
         yield Machine.real()
         return
     directory = tmp_path_factory.mktemp("others")
@@ -273,10 +271,7 @@ def test_clients_that_see_one_gpu_each(machine: Machine, model: LargeModel) -> N
 @pytest.mark.gpu
 def test_kernel_reads_the_other_gpus_slots() -> None:
     """A kernel of one GPU reads an expert in a slot of the other in place, where they have a path."""
-    require_gpu()
-    machine = Machine.real()
-    if len(machine.uuids) < 2:
-        pytest.skip("this host has one GPU; the test needs two")
+    machine = Machine.pair()
     with machine.model(2, 32) as model, machine.daemon(config()) as daemon, machine.client(daemon) as one:
         one.ask("make_current", 0)
         one.ask("open", model, [machine.uuids[1]])

@@ -31,7 +31,6 @@ from tests.helpers.cuda_peer import GIB, MIB, Machine
 from tests.helpers.daemon import Daemon, client, vmmctl
 from tests.helpers.library_peer import LibraryEngine
 from tests.helpers.peer import Remote
-from tests.helpers.require_gpu import require_gpu
 from vmmd.errors import Exhausted
 
 pytestmark = pytest.mark.gpu
@@ -64,7 +63,6 @@ LOGITS_MEDIAN_FLOAT = {"f16": 0.01, "bf16": 0.03, "q8_0": 0.06}
 @pytest.fixture(scope="module")
 def machine() -> Machine:
     """The GPUs."""
-    require_gpu()
     return Machine.real()
 
 

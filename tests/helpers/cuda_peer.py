@@ -146,14 +146,17 @@ class Machine:
 
     @classmethod
     def real(cls) -> "Machine":
-        """This host's GPUs; slabs of 64 MiB and 22 experts each, as in Qwen3-30B-A3B at about 5 bits a weight."""
+        """This host's GPUs; slabs of 64 MiB and 22 experts each, as in Qwen3-30B-A3B at about 5 bits a weight.
+
+        Where there is none it does what `require_gpu` does.
+        """
+        require_gpu()
         gpus, _ = cuda_calls.find_gpus(cuda_calls.bindings())
         return cls(None, 64 * MIB, 983_040, [gpu.uuid for gpu in gpus])
 
     @classmethod
     def pair(cls) -> "Machine":
-        """The same where there are two at least; skips where there is one, and as `require_gpu`."""
-        require_gpu()
+        """The same where there are two at least; skips where there is one."""
         machine = cls.real()
         if len(machine.uuids) < 2:
             pytest.skip("this host has one GPU; two are needed")
