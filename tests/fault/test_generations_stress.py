@@ -3,8 +3,9 @@
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import count
 
 import pytest
 from strata_api.v1 import memory_pb2
@@ -38,11 +39,35 @@ Counts = tuple[int, int, list[str]]
 """Reads, of device slots, and what was wrong."""
 
 
-def _read(peers: Sequence[Remote], seconds: float, seed: int) -> list[Counts]:
-    """Lets each read for a while."""
-    for n, peer in enumerate(peers):
-        peer.tell("count_reads", seconds, seed + n)
-    return [peer.answer(seconds + 60) for peer in peers]
+def _read_beside(
+    act: Callable[[int], object], peers: Sequence[Remote], seconds: float, is_enough: Callable[[list[Counts]], bool]
+) -> list[Counts]:
+    """What each peer has read, in rounds of so many seconds, while a thread calls `act` with 0, 1, and so on.
+
+    Goes on until `is_enough` of all rounds together.
+    """
+    stop = threading.Event()
+
+    def go_on() -> None:
+        for n in count():
+            if stop.is_set():
+                return
+            act(n)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    found: list[Counts] = [(0, 0, []) for _ in peers]
+    try:
+        for n in range(ROUNDS_MAX):
+            for at, peer in enumerate(peers):
+                peer.tell("count_reads", seconds, n * len(peers) + at)
+            found = [_sum([before, peer.answer(seconds + 60)]) for before, peer in zip(found, peers, strict=True)]
+            if is_enough(found):
+                break
+    finally:
+        stop.set()
+        thread.join()
+    return found
 
 
 def _sum(found: Sequence[Counts]) -> Counts:
@@ -65,30 +90,22 @@ def _stress(
         admin = stack.enter_context(Admin(daemon.directory))
         generation = admin.status().models[0].generation
         mover.ask("create")
-        stop = threading.Event()
-        growths = [0, 0]
+        growths, generations = [0, 0], 0
 
-        def move() -> None:
-            while not stop.is_set():
-                for slabs in (4, 9, 2, 11, 0):
-                    growths[0] += 1
-                    growths[1] += mover.ask("grow", slabs) if slabs else 0
-                    mover.ask("shrink", slabs // 2)
-                mover.ask("heat", growths[0] % model.n_layers, [growths[0] % 16, (growths[0] * 7 + 3) % 16], 50)
+        def move(_: int) -> None:
+            for slabs in (4, 9, 2, 11, 0):
+                growths[0] += 1
+                growths[1] += mover.ask("grow", slabs) if slabs else 0
+                mover.ask("shrink", slabs // 2)
+            mover.ask("heat", growths[0] % model.n_layers, [growths[0] % 16, (growths[0] * 7 + 3) % 16], 50)
 
-        thread = threading.Thread(target=move)
-        thread.start()
-        found: list[Counts] = []
-        try:
-            for n in range(ROUNDS_MAX):
-                found += _read(peers, seconds, n * readers)
-                reads, on_device, wrong = _sum(found)
-                generations = admin.status().models[0].generation - generation
-                if all(a >= b for a, b in zip((reads, generations, growths[1]), enough, strict=True)):
-                    break
-        finally:
-            stop.set()
-            thread.join()
+        def is_enough(found: list[Counts]) -> bool:
+            nonlocal generations
+            generations = admin.status().models[0].generation - generation
+            seen = (_sum(found)[0], generations, growths[1])
+            return all(a >= b for a, b in zip(seen, enough, strict=True))
+
+        reads, on_device, wrong = _sum(_read_beside(move, peers, seconds, is_enough))
         assert wrong == []
         assert all(peer.ask("troubles") == [] for peer in peers)
         return reads, on_device, generations, growths[1]
@@ -114,27 +131,18 @@ def test_no_reader_ever_sees_another_experts_bytes_while_experts_are_exchanged(m
         admin = stack.enter_context(Admin(daemon.directory))
         before = admin.status().models[0]
         assert before.resident == 45
-        stop = threading.Event()
+        after = before
 
-        def route() -> None:
-            n = 0
-            while not stop.wait(0.1):
-                router.ask("heat", n % model.n_layers, [(n * 7 + i) % 16 for i in range(12)], 300)
-                n += 1
+        def route(n: int) -> None:
+            router.ask("heat", n % model.n_layers, [(n * 7 + i) % 16 for i in range(12)], 300)
+            time.sleep(0.1)
 
-        thread = threading.Thread(target=route)
-        thread.start()
-        found: list[Counts] = []
-        try:
-            for n in range(ROUNDS_MAX):
-                found += _read(readers, seconds, n * len(readers))
-                after = admin.status().models[0]
-                if after.generation - before.generation > 60:
-                    break
-        finally:
-            stop.set()
-            thread.join()
-    reads, on_device, wrong = _sum(found)
+        def is_enough(_: list[Counts]) -> bool:
+            nonlocal after
+            after = admin.status().models[0]
+            return after.generation - before.generation > 60
+
+        reads, on_device, wrong = _sum(_read_beside(route, readers, seconds, is_enough))
     assert wrong == []
     assert reads // 2 < on_device < reads
     assert after.generation - before.generation > 60, "experts were hardly exchanged"
@@ -161,37 +169,27 @@ def test_no_reader_ever_sees_another_experts_bytes_on_two_devices(model: SmallMo
             return admin.status().models[0].resident == 55
 
         wait_until(is_full, 30, lambda: str(admin.status().models))
-        before = admin.status().models[0]
-        stop, traded = threading.Event(), [0, 0]
+        before = after = admin.status().models[0]
+        traded = [0, 0]
 
-        def move() -> None:
-            n = 0
-            while not stop.is_set():
-                for at in (0, 1):
-                    traded[at] += mover.ask("grow", 1 + (n + at) % 4, at=at)
-                mover.ask("heat", n % model.n_layers, [(n * 7 + i) % 16 for i in range(8)], 300)
-                time.sleep(0.05)
-                for at in (0, 1):
-                    mover.ask("shrink", n % 2, at=at)
-                n += 1
+        def move(n: int) -> None:
+            for at in (0, 1):
+                traded[at] += mover.ask("grow", 1 + (n + at) % 4, at=at)
+            mover.ask("heat", n % model.n_layers, [(n * 7 + i) % 16 for i in range(8)], 300)
+            time.sleep(0.05)
+            for at in (0, 1):
+                mover.ask("shrink", n % 2, at=at)
 
-        thread = threading.Thread(target=move)
-        thread.start()
-        found: list[list[Counts]] = []
-        try:
-            for n in range(ROUNDS_MAX):
-                found.append(_read((solo, reader), seconds, 2 * n))
-                after = admin.status().models[0]
-                if min(traded) > 10 and after.generation - before.generation > 100:
-                    break
-        finally:
-            stop.set()
-            thread.join()
+        def is_enough(_: list[Counts]) -> bool:
+            nonlocal after
+            after = admin.status().models[0]
+            return min(traded) > 10 and after.generation - before.generation > 100
+
+        each = _read_beside(move, (solo, reader), seconds, is_enough)
         assert solo.ask("troubles") == reader.ask("troubles") == []
         for at in (0, 1):
             mover.ask("shrink", 0, at=at)
         wait_until(is_full, 30, lambda: f"slots were lost: {admin.status()}")
-    each = [_sum(counts) for counts in zip(*found, strict=True)]
     assert [wrong for _, _, wrong in each] == [[], []]
     assert all(reads // 50 < on_device < reads for reads, on_device, _ in each)
     assert min(traded) > 10
