@@ -17,12 +17,13 @@ from strata_client.models.base import F32, I32
 from strata_client.models.gguf_file import ModelFile
 from strata_client.models.qwen3moe import Qwen3Moe
 from strata_client.output import Signals
-from strata_client.sequence import Say, TokenSequence, size_text
+from strata_client.sequence import Say, TokenSequence
 from strata_client.session import OpenedModel, Session
 from strata_client.split import Split, lines, sizes_of
 from strata_client.startup import Begun
 from strata_client.transcript import Transcript
 from vmmd.errors import InvalidRequest, VmmError
+from vmmd.sizes import size_text
 
 HOST_KV_TYPE = "f32"
 """What a K/V cell holds on the host driver."""

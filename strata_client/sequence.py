@@ -8,6 +8,7 @@ from strata_client.cells import KVRange
 from strata_client.session import Session
 from strata_client.transcript import Transcript
 from vmmd.errors import Exhausted, LeaseRevoked, Unavailable
+from vmmd.sizes import size_text
 
 CELLS_AHEAD = 256
 """Cells beyond the prompt that are asked for at its start."""
@@ -144,9 +145,3 @@ def growth_line(cells: int, size_bytes: int, trades: Sequence[wire.Trade]) -> st
         f"strata: K/V grown to {cells} cells ({size_text(size_bytes)}); the expert cache gave {slots} slots for it, "
         f"{moved} hotter experts moved to colder ones' slots ({occupied} of {total} slots hold experts)"
     )
-
-
-def size_text(size_bytes: int) -> str:
-    """A size in GiB, below 0.1 GiB in MiB."""
-    gib = size_bytes / (1 << 30)
-    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{size_bytes / (1 << 20):.2f} MiB"

@@ -24,8 +24,8 @@ from strata_api.v1 import pages
 
 from strata_client.devices import choose_devices
 from strata_client.models.qwen3moe import Qwen3Moe
-from strata_client.sequence import size_text
 from vmmd.errors import InvalidRequest
+from vmmd.sizes import size_text
 
 AUTO = "auto"
 STAGES_MAX = pages.ATTACHMENTS_MAX

@@ -162,7 +162,7 @@ class Crossing:
         """Lets the target's stream wait for what was sent next; its place. Errors: `DriverError`."""
         cu, stream, place = self._target.cu, self._target.stream, self._received % len(self._places)
         call(cu.cuStreamWaitEvent, stream, self._arrived[place], 0)
-        if self._lengths[place]:
+        if self._between:
             between = self._between[place].ctypes.data
             call(cu.cuMemcpyHtoDAsync, self._places[place], between, self._lengths[place], stream)
         return self._places[place]

@@ -419,14 +419,6 @@ def test_planning_changes_nothing() -> None:
     world.ledger.check()
 
 
-@pytest.mark.parametrize(
-    "n_bytes, text", [(0, "0.00 MiB"), (MIB, "1.00 MiB"), (1 << 30, "1.00 GiB"), (3 << 28, "0.75 GiB")]
-)
-def test_size_text(n_bytes: int, text: str) -> None:
-    """Sizes are in GiB, small ones in MiB."""
-    assert arbiter.size_text(n_bytes) == text
-
-
 def test_parked_conversations_give_before_arenas() -> None:
     """When nothing is free the longest parked give first, and only as much as is missing; arenas keep their slabs."""
     world = World(caps=(8, 0))

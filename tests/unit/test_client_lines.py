@@ -9,7 +9,7 @@ from strata_api.v1 import memory_pb2 as wire
 from strata_client.connection import NoDaemon, dial, runtime_directories
 from strata_client.opening import choose_context
 from strata_client.prompts import ClientError
-from strata_client.sequence import growth_line, size_text
+from strata_client.sequence import growth_line
 
 
 def test_growth_line_has_the_numbers_of_all_trades() -> None:
@@ -28,14 +28,6 @@ def test_growth_without_slots_has_no_line() -> None:
     """A growth from free slabs, or by slabs that held no slots, says nothing."""
     assert growth_line(160, 1 << 20, []) == ""
     assert growth_line(160, 1 << 20, [wire.Trade(slabs=1)]) == ""
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(1 << 20, "1.00 MiB"), (1 << 30, "1.00 GiB"), (96 << 20, "96.00 MiB"), (384 << 20, "0.38 GiB")]
-)
-def test_small_sizes_are_said_in_mib(size: int, text: str) -> None:
-    """Below 0.1 GiB a size is given in MiB."""
-    assert size_text(size) == text
 
 
 @pytest.mark.parametrize(

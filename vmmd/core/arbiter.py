@@ -27,6 +27,7 @@ from vmmd.core.ledger import Ledger, RangeKind, RangeRecord, SessionRecord, Slab
 from vmmd.core.policy import SHIPPED, Policy
 from vmmd.core.victims import ArenaTrade, Holder, Victims
 from vmmd.errors import Exhausted
+from vmmd.sizes import size_text
 
 NOBODY = ""
 """The domain of memory that goes back to the driver."""
@@ -399,8 +400,3 @@ def refusal(
         f"{'; '.join(holders[:6]) or 'nothing is held'}. Raise the device's cap_bytes, or end a session"
     )
     return Exhausted(message, slabs * size, free, holders)
-
-
-def size_text(n_bytes: int) -> str:
-    """A size for a person: GiB from 0.1 GiB up, else MiB."""
-    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 // 10 else f"{n_bytes / 2**20:.2f} MiB"

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import numpy as np
 
 from vmmd.core import arbiter
-from vmmd.core.arbiter import size_text
 from vmmd.core.decisions import Decision, Kind, Log, name_of
 from vmmd.core.ledger import Ledger, RangeKind, RangeRecord, SessionRecord, SlabState
 from vmmd.core.policy import Policy
 from vmmd.core.victims import Holder, Victims
 from vmmd.errors import Exhausted, NotFound
+from vmmd.sizes import size_text
 
 DECISIONS_MAX = 5
 

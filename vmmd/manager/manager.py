@@ -42,6 +42,7 @@ from vmmd.manager.shared import HeatPage, ResidencyTable, SharedPage
 from vmmd.manager.slabs import Placed, Slabs
 from vmmd.manager.upkeep import Upkeep
 from vmmd.manager.waiting import Waiting
+from vmmd.sizes import size_text
 
 log = structlog.get_logger("vmmd.manager")
 
@@ -179,8 +180,8 @@ class Manager:
             if left < 0:
                 self.ledger.remove_session(record.session_id)
                 raise Exhausted(
-                    f"this session is to be guaranteed {arbiter.size_text(record.share.guarantee_bytes)} of"
-                    f" {device.uuid}, and {arbiter.size_text(-left * device.slab_bytes)} of that are in use or"
+                    f"this session is to be guaranteed {size_text(record.share.guarantee_bytes)} of"
+                    f" {device.uuid}, and {size_text(-left * device.slab_bytes)} of that are in use or"
                     " guaranteed to others; ask for a smaller guarantee, or end a session"
                 )
 

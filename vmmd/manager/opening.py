@@ -23,6 +23,7 @@ from vmmd.manager import filling
 from vmmd.manager.homes import Homes
 from vmmd.manager.model import Model
 from vmmd.manager.upkeep import wanted_slabs
+from vmmd.sizes import size_text
 
 if TYPE_CHECKING:
     from vmmd.manager.manager import Manager
@@ -169,7 +170,7 @@ async def _provide(manager: "Manager", model: Model, opener: SessionRecord, wait
         )
     except Exhausted as error:
         raise Exhausted(
-            f"model {model.name!r} needs {arbiter.size_text(geometry.weights_bytes)} of weights and room for"
+            f"model {model.name!r} needs {size_text(geometry.weights_bytes)} of weights and room for"
             f" {arena.floor_slots} experts, {len(pinned)} of them without a home in host memory: {error.message}",
             error.requested_bytes,
             error.free_bytes,
