@@ -16,8 +16,11 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ann and ben are of group staff, ben's own; cy is of group guests and a member of staff."""
+def users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """ann and ben are of group staff, ben's own; cy is of group guests and a member of staff.
+
+    `tmp_path` comes first: pytest asks for this process's user when it makes the first.
+    """
     people = {
         name: pwd.struct_passwd((name, "x", uid, gid, "", "/", "/bin/sh"))
         for name, uid, gid in (("ann", 11, 50), ("ben", 12, 50), ("cy", 13, 60), ("dee", 14, 60))
