@@ -4,13 +4,12 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from tests.helpers.faulty_driver import FaultyDriver
-from tests.helpers.in_process import SLAB_BYTES, Host, run
+from tests.helpers.in_process import SLAB_BYTES, Host, run, until
 from tests.helpers.peer import SmallModel, public_model
 from vmmd.core import arbiter
 from vmmd.core.ledger import SlabState
@@ -192,21 +191,12 @@ def test_who_holds_the_memory_of_a_dead_client_is_shown(monkeypatch: pytest.Monk
                 host.manager.releases.lift_quarantine()
                 return [(q.bytes, q.pid) for part in status.parts(host.manager) for q in part.quarantines]
 
-            await _until(lambda: quarantined() == [(SLAB_BYTES, child.pid)])
+            await until(lambda: quarantined() == [(SLAB_BYTES, child.pid)])
             os.close(write_end)
             assert await asyncio.to_thread(child.wait, 60) == 0
-            await _until(lambda: not quarantined())
+            await until(lambda: not quarantined())
             host.state()
         finally:
             await host.close()
 
     run(scenario)
-
-
-async def _until(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        if condition():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("it did not happen")

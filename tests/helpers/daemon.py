@@ -22,6 +22,8 @@ READY_TIMEOUT_S = 60
 VMMD = ("-m", "vmmd.main")
 PIPE_BYTES = 4096
 """What a started client can write before somebody reads: a pipe's least."""
+LONG = ("--temperature", "3", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--seed", "3", "--max-tokens", "2000")
+"""For a text of which no end is to be seen: it is longer than what a started client's pipe holds."""
 
 
 class Daemon:

@@ -139,6 +139,13 @@ class Host:
         await self.manager.close()
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Waits until it holds. Errors: `TimeoutError`, after a minute."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
 def our_descriptors() -> int:
     """Descriptors of slabs, shared pages, model files and pidfds in this process."""
     gc.collect()  # pages that clients of other tests had mapped here

@@ -20,11 +20,9 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.helpers.daemon import VMMD, Daemon, running_daemon, vmmctl, wait_until
+from tests.helpers.daemon import LONG, VMMD, Daemon, running_daemon, vmmctl, wait_until
 from tests.helpers.peer import client, public_model
 
-# Of this seed's text no end is to be seen: it is longer than what a started client's pipe holds.
-LONG = ("--temperature", "3", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--seed", "3", "--max-tokens", "2000")
 DOCS = Path(__file__).parents[2] / "docs"
 
 

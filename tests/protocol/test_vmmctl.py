@@ -4,10 +4,8 @@ import os
 import signal
 from pathlib import Path
 
-from tests.helpers.daemon import running_daemon, vmmctl, wait_until
+from tests.helpers.daemon import LONG, running_daemon, vmmctl, wait_until
 
-# Of this seed's text no end is to be seen: it is longer than what a started client's pipe holds.
-LONG = ("--temperature", "3", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--seed", "3", "--max-tokens", "2000")
 PARTS = ("kv", "experts", "weights", "free_slab", "revoking", "quarantined", "unmanaged")
 
 

@@ -4,14 +4,14 @@ import asyncio
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from strata_api.v1 import pages
 
 from tests.helpers.faulty_driver import FaultyDriver
-from tests.helpers.in_process import SLAB_BYTES, Host, run
+from tests.helpers.in_process import SLAB_BYTES, Host, run, until
 from tests.helpers.peer import MATRIX_BYTES, SLOT_BYTES, SmallModel, public_model
 from vmmd.core.residency import NOWHERE
 from vmmd.driver.base import Slab
@@ -49,12 +49,6 @@ class Gated(FaultyDriver):
 def gate(host: Host) -> threading.Event:
     assert isinstance(host.driver, Gated)
     return host.driver.gate
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def wait_for_maps(host: Host) -> None:
