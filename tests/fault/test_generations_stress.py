@@ -168,7 +168,7 @@ def test_no_reader_ever_sees_another_experts_bytes_on_two_devices(model: SmallMo
         def is_full() -> bool:
             return admin.status().models[0].resident == 55
 
-        wait_until(is_full, 30, lambda: str(admin.status().models))
+        wait_until(is_full, otherwise=lambda: str(admin.status().models))
         before = after = admin.status().models[0]
         traded = [0, 0]
 
@@ -189,7 +189,7 @@ def test_no_reader_ever_sees_another_experts_bytes_on_two_devices(model: SmallMo
         assert solo.ask("troubles") == reader.ask("troubles") == []
         for at in (0, 1):
             mover.ask("shrink", 0, at=at)
-        wait_until(is_full, 30, lambda: f"slots were lost: {admin.status()}")
+        wait_until(is_full, otherwise=lambda: f"slots were lost: {admin.status()}")
     assert [wrong for _, _, wrong in each] == [[], []]
     assert all(reads // 50 < on_device < reads for reads, on_device, _ in each)
     assert min(traded) > 10
@@ -212,7 +212,7 @@ def test_a_client_that_hears_late_reads_no_slab_that_has_gone(model: SmallModel)
                 assert late.wrong_experts() == 0
                 grower.ask("shrink", 0)
                 assert late.wrong_experts() == 0
-        wait_until(lambda: admin.device().kv_bytes == 0 and len(heard) > 0, 30)
+        wait_until(lambda: admin.device().kv_bytes == 0 and len(heard) > 0)
         until = time.monotonic() + 1.5
         while time.monotonic() < until:  # upkeep looks four times a second
             assert late.wrong_experts() == 0
@@ -220,7 +220,7 @@ def test_a_client_that_hears_late_reads_no_slab_that_has_gone(model: SmallModel)
         late.session._on_event = on_event  # type: ignore[method-assign]
         for event in heard:
             on_event(event)
-        wait_until(lambda: admin.status().models[0].resident == model.n, 30, lambda: str(admin.status()))
+        wait_until(lambda: admin.status().models[0].resident == model.n, otherwise=lambda: str(admin.status()))
         assert late.wrong_experts() == 0
 
 

@@ -71,7 +71,7 @@ def test_memory_of_a_killed_client_is_free(daemon: Daemon, model: SmallModel) ->
             peer.ask("begin_step")
             assert _kv_bytes(admin) == 8 * SLAB_BYTES
             peer.kill()
-            wait_until(lambda: _kv_bytes(admin) == 0 and len(admin.status().sessions) == 1, 30)
+            wait_until(lambda: _kv_bytes(admin) == 0 and len(admin.status().sessions) == 1)
         assert "slab.quarantined" not in daemon.log.read_text()
         assert stays.ask("wrong_experts") == 0
 
@@ -110,8 +110,8 @@ def _kill_many(daemon: Daemon, model: SmallModel, times: int, seed: int) -> tupl
                 peer.kill()
 
         def settle() -> None:
-            wait_until(lambda: len(admin.status().sessions) == 1 and _kv_bytes(admin) == 0, 30)
-            wait_until(lambda: admin.status().models[0].resident == model.n, 30, lambda: str(admin.status()))
+            wait_until(lambda: len(admin.status().sessions) == 1 and _kv_bytes(admin) == 0)
+            wait_until(lambda: admin.status().models[0].resident == model.n, otherwise=lambda: str(admin.status()))
 
         kill(max(8, times // 10))  # threads and whatever else comes with the first ones
         settle()
@@ -170,7 +170,7 @@ def test_a_stopped_reader_delays_its_own_arena_only(daemon: Daemon, tmp_path: Pa
         assert other.ask("wrong_experts") == 0
         stopped.signal(signal.SIGCONT)
         stopped.ask("end_step")
-        wait_until(lambda: not any(m.stuck_pids for m in admin.status().models), 30)
+        wait_until(lambda: not any(m.stuck_pids for m in admin.status().models))
         grower.ask("grow", free + 12)
         assert stopped.ask("wrong_experts") == 0
         assert other.ask("wrong_experts") == 0

@@ -47,7 +47,7 @@ class Scene:
         for peer in (self.reader, self.grower):
             peer.ask("open", second)
         self.grower.ask("create")
-        wait_until(lambda: all(m.homes == m.resident == 64 for m in self.admin.status().models), 30)
+        wait_until(lambda: all(m.homes == m.resident == 64 for m in self.admin.status().models))
 
     def trades_go_on(self) -> None:
         """The other user's arena gives and gets back, again and again, and nobody reads or finds wrong bytes."""
@@ -64,12 +64,12 @@ class Scene:
 
     def _settled(self) -> admin_pb2.DeviceStatus:
         """The device once arenas have what was free."""
-        wait_until(lambda: not self.admin.device().free_slab_bytes, 30, lambda: str(self.admin.status()))
+        wait_until(lambda: not self.admin.device().free_slab_bytes, otherwise=lambda: str(self.admin.status()))
         return self.admin.device()
 
     def _wait_until_returned(self, before: int) -> None:
         """Until arenas have got slabs back: those are counted a moment after they are free no more."""
-        wait_until(lambda: self.admin.device().returned_slabs > before, 30, lambda: str(self.admin.status()))
+        wait_until(lambda: self.admin.device().returned_slabs > before, otherwise=lambda: str(self.admin.status()))
 
     def quarantined(self) -> int:
         """Slabs that are quarantined on the device."""
@@ -87,8 +87,8 @@ class Scene:
 
     def nothing_is_left(self) -> None:
         """No quarantine, no memory on its way, and the log has no bug."""
-        wait_until(lambda: self.quarantined() == 0, 30, lambda: str(self.admin.status()))
-        wait_until(lambda: self.admin.device().revoking_bytes == 0, 30)
+        wait_until(lambda: self.quarantined() == 0, otherwise=lambda: str(self.admin.status()))
+        wait_until(lambda: self.admin.device().revoking_bytes == 0)
         log = self.daemon.log.read_text()
         assert "Traceback" not in log, log[log.index("Traceback") :].replace("\\n", "\n")[:5000]
 
@@ -118,9 +118,9 @@ def test_a_client_stopped_in_a_step_keeps_what_it_reads(scene: Scene, stop: str)
         scene.trades_go_on()
         assert list(scene.admin.status().models[0].stuck_pids) == [scene.victim.pid]
     scene.victim.ask("end_step")
-    wait_until(lambda: not scene.admin.status().models[0].stuck_pids, 30)
+    wait_until(lambda: not scene.admin.status().models[0].stuck_pids)
     assert scene.victim.ask("wrong_experts") == 0
-    wait_until(lambda: scene.admin.status().models[0].resident == 64, 30, lambda: str(scene.admin.status()))
+    wait_until(lambda: scene.admin.status().models[0].resident == 64, otherwise=lambda: str(scene.admin.status()))
     assert scene.victim.ask("wrong_experts") == 0
     scene.trades_go_on()
 
@@ -149,7 +149,7 @@ def test_a_client_that_is_cut_off_and_lives_is_charged_for_what_it_has(scene: Sc
         scene.victim.ask("grow", own)
     scene.victim.ask(cut)
     if own:
-        wait_until(lambda: scene.charged() == {scene.victim.pid: own}, 30, lambda: str(scene.admin.status()))
+        wait_until(lambda: scene.charged() == {scene.victim.pid: own}, otherwise=lambda: str(scene.admin.status()))
     else:
         scene.take_from_victim()
         assert scene.charged() == {scene.victim.pid: scene.quarantined()}
@@ -185,7 +185,7 @@ def test_a_client_that_answers_and_keeps_the_import_is_charged_for_it(scene: Sce
 def test_a_forked_child_that_inherited_everything_is_charged_for_it(scene: Scene, parent: str) -> None:
     """Descriptors of slabs in a child are held by it: quarantined until it ends, whether its parent lives or not."""
     scene.victim.kill()  # its memory makes room
-    wait_until(lambda: len(scene.admin.status().sessions) == 2, 30)
+    wait_until(lambda: len(scene.admin.status().sessions) == 2)
     with Remote(scene.daemon.directory, VICTIM, kind=Hoarder) as hoarder:
         range_id = hoarder.ask("grow", 3)
         child = hoarder.ask("fork")
@@ -195,9 +195,9 @@ def test_a_forked_child_that_inherited_everything_is_charged_for_it(scene: Scene
                 hoarder.ask("shrink", range_id)
             else:
                 hoarder.kill()
-            wait_until(lambda: scene.quarantined() == 3, 30, lambda: str(scene.admin.status()))
+            wait_until(lambda: scene.quarantined() == 3, otherwise=lambda: str(scene.admin.status()))
             if parent == "dies":
-                wait_until(lambda: scene.charged() == {child: 3}, 30, lambda: str(scene.admin.status()))
+                wait_until(lambda: scene.charged() == {child: 3}, otherwise=lambda: str(scene.admin.status()))
             scene.trades_go_on()
             assert scene.quarantined() == 3
         finally:

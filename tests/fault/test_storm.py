@@ -153,7 +153,7 @@ def _storm(daemon: Daemon, seconds: float, seed: int) -> Counter[str]:
             with Remote(daemon.directory, uid) as peer:
                 for model in models:
                     peer.ask("open", model)
-        wait_until(lambda: not admin.status().sessions, 30)
+        wait_until(lambda: not admin.status().sessions)
         before = descriptors_of(pid)
         riders = [_Rider(daemon, chance.choice(UIDS), models, chance) for _ in range(CLIENTS)]
         try:
@@ -174,8 +174,7 @@ def _storm(daemon: Daemon, seconds: float, seed: int) -> Counter[str]:
         wait_for_descriptors(pid, before + 8, 60)  # models' files and tables: six models at most, some were dropped
         wait_until(  # arenas still get slabs back
             lambda: slabs_of(pid) * SLAB_BYTES == _held_bytes(admin),
-            30,
-            lambda: f"{slabs_of(pid)} slabs, {_held_bytes(admin)} bytes",
+            otherwise=lambda: f"{slabs_of(pid)} slabs, {_held_bytes(admin)} bytes",
         )
         for uid in UIDS:
             with Remote(daemon.directory, uid) as peer:

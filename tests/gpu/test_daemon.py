@@ -430,7 +430,7 @@ def test_reserve_for_other_programs(machine: Machine, model: LargeModel) -> None
 
         began = time.monotonic()
         other.ask("free")
-        wait_until(lambda: admin.device().experts_bytes > experts_bytes, 30)
+        wait_until(lambda: admin.device().experts_bytes > experts_bytes)
         assert time.monotonic() - began > 4.5
         wait_until_resident(admin, model.n)
         assert one.ask("wrong_experts") == 0

@@ -160,8 +160,10 @@ def _run(
     return subprocess.run(argv, stderr=subprocess.PIPE, timeout=timeout, check=False, **options)
 
 
-def wait_until(true: Callable[[], bool], timeout_s: float, otherwise: Callable[[], str] = lambda: "timed out") -> None:
-    """Waits until `true()` holds; fails with `otherwise()` after `timeout_s`."""
+def wait_until(
+    true: Callable[[], bool], timeout_s: float = 30, otherwise: Callable[[], str] = lambda: "timed out"
+) -> None:
+    """Waits until `true()` holds; fails with `otherwise()` after `timeout_s`, by default long for a noisy machine."""
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, otherwise()

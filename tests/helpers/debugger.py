@@ -54,7 +54,7 @@ def stopped_by_signal(pid: int) -> Iterator[None]:
     """SIGSTOP, and SIGCONT at the end."""
     os.kill(pid, signal.SIGSTOP)
     try:
-        wait_until(lambda: state_of(pid) == "T", 30)
+        wait_until(lambda: state_of(pid) == "T")
         yield
     finally:
         os.kill(pid, signal.SIGCONT)

@@ -160,4 +160,6 @@ def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     before = our_descriptors()
     asyncio.run(scenario())
     # threads may be at something still, also those of clients that tests before this one had
-    wait_until(lambda: our_descriptors() <= before, 30, lambda: f"{our_descriptors()} descriptors, {before} before")
+    wait_until(
+        lambda: our_descriptors() <= before, otherwise=lambda: f"{our_descriptors()} descriptors, {before} before"
+    )

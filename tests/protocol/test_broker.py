@@ -79,7 +79,7 @@ def daemon(shared: Daemon) -> Iterator[Daemon]:
     """A daemon that is well afterwards: it serves a newcomer and has no descriptor more."""
     pid = shared.process.pid
     with Admin(shared.directory) as admin:
-        wait_until(lambda: not admin.status().sessions, 30)
+        wait_until(lambda: not admin.status().sessions)
     before = descriptors_of(pid)
     yield shared
     with client(shared.directory) as one:
@@ -113,7 +113,7 @@ def test_tokens_that_are_nobodys_are_refused_and_not_logged(daemon: Daemon) -> N
     with client(daemon.directory) as ended:
         old = ended.token()
     with Admin(daemon.directory) as looks:
-        wait_until(lambda: not looks.status().sessions, 30)
+        wait_until(lambda: not looks.status().sessions)
     _, sock = connection.dial([daemon.directory])
     admin = connection.Broker(sock, admin=True)
     channel, memory = memory_stub(daemon.directory)
@@ -137,7 +137,7 @@ def test_tokens_that_are_nobodys_are_refused_and_not_logged(daemon: Daemon) -> N
     channel.close()
     admin.close()
     refusals = len(tokens) * len(calls)  # each is logged a moment after its answer
-    wait_until(lambda: daemon.log.read_text().count('"code": "permission_denied"') >= refusals, 30)
+    wait_until(lambda: daemon.log.read_text().count('"code": "permission_denied"') >= refusals)
     log = daemon.log.read_text()
     assert not [token for token in (old, admin.token, "f" * 64) if token in log]
 
@@ -255,7 +255,7 @@ os._exit(0)
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.wait()
-        wait_until(lambda: pid not in [s.pid for s in admin.status().sessions], 30)
+        wait_until(lambda: pid not in [s.pid for s in admin.status().sessions])
 
 
 def test_batch_can_be_asked_for_until_it_is_acknowledged(daemon: Daemon) -> None:
@@ -290,7 +290,7 @@ def test_receiver_at_its_descriptor_limit_loses_nothing(daemon: Daemon) -> None:
         peer.ask("grow", 20)
         peer.ask("write_kv", 7)
         assert peer.ask("read_kv") == [7]
-        wait_until(lambda: peer.ask("descriptors") <= held + 1, 30)
+        wait_until(lambda: peer.ask("descriptors") <= held + 1)
     with Wire(daemon.directory) as raw:
         channel, memory = memory_stub(daemon.directory)
         metadata = ((connection.TOKEN_KEY, raw.token),)
@@ -434,7 +434,7 @@ def test_too_many_silent_connections_are_refused(daemon: Daemon) -> None:
             return reply.WhichOneof("kind") is not None and _refusal(reply)[0] == "permission_denied"
 
     wait_until(is_refused, 120)
-    wait_until(lambda: _accepts(daemon), 30)
+    wait_until(lambda: _accepts(daemon))
 
 
 def _accepts(daemon: Daemon) -> bool:
@@ -453,7 +453,7 @@ def test_daemon_without_descriptors_waits_for_some(daemon: Daemon) -> None:
     try:
         with Wire(daemon.directory, hello=False) as waiting:
             waiting.sock.send(broker_pb2.BrokerRequest(hello=HELLO).SerializeToString())
-            wait_until(lambda: "broker.accept_failed" in daemon.log.read_text(), 30)
+            wait_until(lambda: "broker.accept_failed" in daemon.log.read_text())
             began, before = time.monotonic(), daemon.log.read_text().count("broker.accept_failed")
             time.sleep(0.5)
             more = daemon.log.read_text().count("broker.accept_failed") - before

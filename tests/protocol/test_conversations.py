@@ -195,7 +195,7 @@ def test_a_killed_client_leaves_what_it_had_computed(daemon: Daemon) -> None:
         assert process.stdout.read(1)
     process.kill()
     process.wait()
-    wait_until(lambda: listed(daemon)["killed"]["state"] == "parked", 30)
+    wait_until(lambda: listed(daemon)["killed"]["state"] == "parked")
     cells = listed(daemon)["killed"]["cells"]
     said, stranger = say(daemon, PROMPT, *SEEDED, "--conversation", "killed"), fresh(daemon, PROMPT, SEEDED)
     assert (said.tokens, said.kept) == (stranger.tokens, stranger.prompt - 1)
@@ -305,7 +305,7 @@ def test_expiry_is_configured(tmp_path: Path) -> None:
         while rows := listed(daemon):
             assert 0 <= rows["story"]["expires_in_s"] <= 2
         assert "it has expired" in daemon.log.read_text()
-        wait_until(lambda: all(device["kv_bytes"] == 0 for device in daemon.status()["devices"]), 30)
+        wait_until(lambda: all(device["kv_bytes"] == 0 for device in daemon.status()["devices"]))
 
 
 def test_vmmctl_lists_and_drops() -> None:

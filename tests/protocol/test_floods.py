@@ -47,9 +47,9 @@ def shared() -> Iterator[Daemon]:
 def daemon(shared: Daemon) -> Iterator[Daemon]:
     """A daemon that nobody uses, before and after."""
     with Admin(shared.directory) as admin:
-        wait_until(lambda: not admin.status().sessions, 30)
+        wait_until(lambda: not admin.status().sessions)
         yield shared
-        wait_until(lambda: not admin.status().sessions, 30)
+        wait_until(lambda: not admin.status().sessions)
     assert "Traceback" not in shared.log.read_text()
 
 
@@ -81,7 +81,7 @@ def test_sessions_of_a_user_are_limited(daemon: Daemon, other: Remote) -> None:
         _is_served(other)
         mine[0].close()
         with Admin(daemon.directory) as admin:
-            wait_until(lambda: len(admin.status().sessions) == 6, 30)
+            wait_until(lambda: len(admin.status().sessions) == 6)
         stack.enter_context(client(daemon.directory))
 
 
@@ -147,7 +147,7 @@ def test_calls_in_flight_of_a_user_are_limited(daemon: Daemon, other: Remote, me
             held[:] = [begin() if call.call.done() else call for call in held]
             return _refused(one)
 
-        wait_until(none_is_left, 30)
+        wait_until(none_is_left)
         held.append(begin())
         refusal = held[-1].refusal()
         assert isinstance(refusal, Exhausted)
@@ -157,7 +157,7 @@ def test_calls_in_flight_of_a_user_are_limited(daemon: Daemon, other: Remote, me
             _is_served(other)
         for call in held:
             call.end()
-        wait_until(lambda: not _refused(one), 30)
+        wait_until(lambda: not _refused(one))
 
 
 def _refused(one: Client) -> bool:
@@ -185,7 +185,7 @@ def test_calls_without_a_token_share_a_limit(daemon: Daemon, other: Remote) -> N
         _is_served(other)
         for call in held:
             call.end()
-        wait_until(lambda: _is_healthy(stub), 30)
+        wait_until(lambda: _is_healthy(stub))
 
 
 def _is_healthy(stub: Any) -> bool:
@@ -206,7 +206,7 @@ def test_connections_are_limited_and_those_there_are_go_on(daemon: Daemon, other
             sock.connect(os.fspath(daemon.directory / "vmmd.sock"))
         assert descriptors_of(pid) - before <= 4200
         _is_served(other)
-    wait_until(lambda: descriptors_of(pid) - before < 100, 30, lambda: str(descriptors_of(pid)))
+    wait_until(lambda: descriptors_of(pid) - before < 100, otherwise=lambda: str(descriptors_of(pid)))
     _is_served(other)
 
 

@@ -58,7 +58,7 @@ def _fuzz(daemon: Daemon, seconds: float, seed: int) -> dict[str, int]:
         admin = stack.enter_context(Admin(daemon.directory))
         with Remote(daemon.directory, EVIL_UID, kind=Fuzzer) as first:
             first.ask("prepare", evil, seed)
-        wait_until(lambda: len(admin.status().sessions) == 1, 30)
+        wait_until(lambda: len(admin.status().sessions) == 1)
         before = descriptors_of(daemon.process.pid)
         until, turn = time.monotonic() + seconds, 0
         while time.monotonic() < until:
@@ -80,9 +80,9 @@ def _fuzz(daemon: Daemon, seconds: float, seed: int) -> dict[str, int]:
         assert daemon.process.poll() is None
         _serves(honest, 1)
         assert honest.ask("troubles") == []
-        wait_until(lambda: len(admin.status().sessions) == 1, 30)
+        wait_until(lambda: len(admin.status().sessions) == 1)
         wait_for_descriptors(daemon.process.pid, before, 30)
-        wait_until(lambda: _is_free(admin), 30, lambda: str(admin.device()))
+        wait_until(lambda: _is_free(admin), otherwise=lambda: str(admin.device()))
         log = daemon.log.read_text()
         assert "Traceback" not in log, log[log.index("Traceback") :].replace("\\n", "\n")[:5000]
     return done

@@ -75,7 +75,9 @@ def test_slots_come_back_when_the_conversation_ends() -> None:
         done = running.generate(PROMPT, *BABBLE, "--max-tokens", "260", "--context", "512")
         assert any("expert cache gave" in line for line in _lines(done))
         assert _kv_bytes(running) == 0
-        wait_until(lambda: running.status()["models"][0]["resident"] == 96, 30, lambda: str(running.status()["models"]))
+        wait_until(
+            lambda: running.status()["models"][0]["resident"] == 96, otherwise=lambda: str(running.status()["models"])
+        )
 
 
 def test_a_growth_that_is_refused_ends_the_text_with_the_reason() -> None:
@@ -115,7 +117,7 @@ def test_a_killed_client_loses_its_memory(daemon: Daemon) -> None:
     assert _kv_bytes(daemon) > 0
     process.kill()
     process.communicate()
-    wait_until(lambda: _kv_bytes(daemon) == 0 and not daemon.status()["sessions"], 30)
+    wait_until(lambda: _kv_bytes(daemon) == 0 and not daemon.status()["sessions"])
     assert daemon.status()["models"][0]["resident"] == 96
 
 
@@ -139,7 +141,7 @@ def test_control_z_stops_between_steps_and_goes_on_later(daemon: Daemon) -> None
     """A stopped client is idle, so that no reader stays behind; continued, it ends its text."""
     process = daemon.start_generate(PROMPT, "--json", *BABBLE, "--max-tokens", "150")
     process.send_signal(signal.SIGTSTP)
-    wait_until(lambda: _state(process.pid) == "T", 30)
+    wait_until(lambda: _state(process.pid) == "T")
     session = next(s for s in daemon.status()["sessions"] if s["pid"] == process.pid)
     assert session["state"] == "idle"
     process.send_signal(signal.SIGCONT)

@@ -51,14 +51,14 @@ def admin(daemon: Daemon) -> Iterator[Admin]:
 @pytest.fixture(autouse=True)
 def nobody(admin: Admin) -> None:
     """Whatever a test before this one had is free."""
-    wait_until(lambda: _is_free(admin), 30, lambda: str(admin.status()))
+    wait_until(lambda: _is_free(admin), otherwise=lambda: str(admin.status()))
 
 
 @pytest.fixture
 def client(daemon: Daemon, admin: Admin) -> Iterator[Client]:
     with strata_client.connect(daemon.directory) as made:
         yield made
-    wait_until(lambda: _is_free(admin), 30, lambda: str(admin.status()))
+    wait_until(lambda: _is_free(admin), otherwise=lambda: str(admin.status()))
 
 
 def _is_free(admin: Admin) -> bool:
@@ -158,7 +158,7 @@ def test_nothing_can_be_done_with_what_is_closed(daemon: Daemon, admin: Admin) -
     for what in (client.devices, lambda: client.range(SLAB)):
         with pytest.raises(strata_client.InvalidRequest, match="this client is closed"):
             what()
-    wait_until(lambda: not admin.status().sessions, 30)
+    wait_until(lambda: not admin.status().sessions)
 
 
 def test_views_hold_the_memory_that_they_show(admin: Admin, client: Client) -> None:
@@ -197,11 +197,11 @@ def test_a_range_that_is_closed_keeps_its_memory_until_the_last_view_has_gone(
     assert (_kv_slabs(admin), len(admin.status().sessions)) == (3, 1)
     del kept
     gc.collect()
-    wait_until(lambda: _kv_slabs(admin) == 2, 30)
+    wait_until(lambda: _kv_slabs(admin) == 2)
     assert (array == 9).all()
     del array
     gc.collect()
-    wait_until(lambda: _is_free(admin), 30, lambda: str(admin.status()))
+    wait_until(lambda: _is_free(admin), otherwise=lambda: str(admin.status()))
 
 
 def test_a_growth_that_is_refused_changes_nothing(admin: Admin, client: Client) -> None:
@@ -315,7 +315,7 @@ def test_a_callback_that_is_late_is_asked_no_more(daemon: Daemon) -> None:
             other.range(SLAB)
         assert not asked.acquire(blocking=False)
         go_on.set()
-        wait_until(lambda: lent.size_bytes == 15 * SLAB, 30)
+        wait_until(lambda: lent.size_bytes == 15 * SLAB)
         with other.range(2 * SLAB):
             assert lent.size_bytes == 14 * SLAB
 
@@ -343,7 +343,7 @@ def test_two_that_grow_at_the_other_s_cost_both_come_to_an_end(daemon: Daemon, a
             thread.join(60)
         assert len(outcomes) == 2
         assert (mine.size_bytes + yours.size_bytes) // SLAB == _kv_slabs(admin) <= SLABS
-    wait_until(lambda: _is_free(admin), 30, lambda: str(admin.status()))
+    wait_until(lambda: _is_free(admin), otherwise=lambda: str(admin.status()))
 
 
 # Threads, processes, event loops, the daemon's end
@@ -385,7 +385,7 @@ def test_threads_may_share_a_client_and_a_range(admin: Admin, client: Client) ->
     shared.shrink(SLAB)
     assert _kv_slabs(admin) == 1
     assert client.troubles == []
-    wait_until(lambda: not admin.status().quarantines, 30)
+    wait_until(lambda: not admin.status().quarantines)
 
 
 FORKS = """
@@ -493,7 +493,7 @@ def _check_loops(client: Client) -> None:
     lent.grow(16 * SLAB)
     with pytest.raises(strata_client.Exhausted):
         client.range(SLAB)
-    wait_until(lambda: len(client.troubles) > 1, 30)  # the first answer may have come so late as to be the second's
+    wait_until(lambda: len(client.troubles) > 1)  # the first answer may have come so late as to be the second's
     assert "event loop of a range's callbacks is closed" in client.troubles[1]
     assert lent.size_bytes == 16 * SLAB
 
@@ -506,7 +506,7 @@ def test_what_is_mapped_outlives_the_daemon() -> None:
         array = _array(memory)
         array[:] = 6
         running.kill()
-        wait_until(lambda: client.gone != "", 30)
+        wait_until(lambda: client.gone != "")
         with pytest.raises(strata_client.Unavailable, match="has gone"):
             memory.grow(2 * SLAB)
         assert (array == 6).all()
@@ -524,7 +524,7 @@ def test_a_program_may_end_without_closing(daemon: Daemon, admin: Admin) -> None
     argv = [sys.executable, "-X", "dev", "-c", code, os.fspath(daemon.directory)]
     done = subprocess.run(argv, capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
-    wait_until(lambda: not _kv_slabs(admin), 30)
+    wait_until(lambda: not _kv_slabs(admin))
 
 
 def test_closing_a_client_ends_what_its_threads_wait_for(daemon: Daemon, admin: Admin) -> None:
@@ -548,12 +548,12 @@ def test_closing_a_client_ends_what_its_threads_wait_for(daemon: Daemon, admin: 
 
         thread = threading.Thread(target=grow)
         thread.start()
-        wait_until(lambda: admin.status().daemon.growths.waiting == 1, 30)
+        wait_until(lambda: admin.status().daemon.growths.waiting == 1)
         client.close()
         thread.join(60)
         assert len(errors) == 1
         go_on.set()
-        wait_until(lambda: len(admin.status().sessions) == 1 and not admin.status().daemon.growths.waiting, 30)
+        wait_until(lambda: len(admin.status().sessions) == 1 and not admin.status().daemon.growths.waiting)
         with pytest.raises(strata_client.Unavailable, match="session is closed"):
             client._session.devices()
         assert lent.size_bytes in (14 * SLAB, 16 * SLAB)

@@ -164,7 +164,7 @@ def test_sessions_are_told_that_their_file_changed(roomy: Daemon, tmp_path: Path
     with client(roomy.directory) as one, client(roomy.directory) as other:
         one.open(model)
         os.utime(model.path)
-        wait_until(lambda: bool(one.troubles()), 30)
+        wait_until(lambda: bool(one.troubles()))
         assert "changed" in one.troubles()[0]
         assert one.wrong_experts() == 0
         assert other.open(model) is False
@@ -203,7 +203,7 @@ def test_experts_without_a_home_stay_on_their_device(model: SmallModel) -> None:
     config = 'slab_bytes = "64KiB"\nfloor_slots = 4\n[host]\ndevice_bytes = "1MiB"\nram_bytes = "256KiB"\n'
     with running_daemon(config) as running, client(running.directory) as one, Admin(running.directory) as admin:
         one.open(model)
-        wait_until(lambda: admin.status().models[0].homes == 20, 30)
+        wait_until(lambda: admin.status().models[0].homes == 20)
         one.create()
         one.grow(6)
         with pytest.raises(Exhausted):
@@ -293,7 +293,7 @@ def test_a_growth_of_a_range_that_is_being_taken_back(roomy: Daemon) -> None:
         one.call("CloseRange", wire.CloseRangeRequest(range_id=kv.range.range_id))
         with pytest.raises(NotFound):
             one.call("GrowRanges", wire.GrowRangesRequest(growths=[growth]))
-        wait_until(lambda: admin.device().kv_bytes + admin.device().quarantined_bytes == 0, 30)
+        wait_until(lambda: admin.device().kv_bytes + admin.device().quarantined_bytes == 0)
 
 
 def test_growth_over_two_devices_is_all_or_nothing() -> None:
@@ -321,7 +321,7 @@ def test_refusal_names_who_holds_what_and_changes_nothing(model: SmallModel) -> 
         other.ask("grow", 3)
         one.create()
         with Admin(running.directory) as admin:
-            wait_until(lambda: _is_settled(admin.status().models[0], model), 30)
+            wait_until(lambda: _is_settled(admin.status().models[0], model))
             before = admin.status()
             with pytest.raises(Exhausted) as refused:
                 one.grow(40)
@@ -387,12 +387,12 @@ def test_slabs_given_back_and_still_mapped_are_quarantined(roomy: Daemon) -> Non
         liar.ask("create")
         liar.ask("grow", 4)
         liar.ask("shrink", 1, unmap=False)
-        wait_until(lambda: admin.device().quarantined_bytes == 3 * SLAB, 30)
+        wait_until(lambda: admin.device().quarantined_bytes == 3 * SLAB)
         session = next(s for s in admin.status().sessions if s.pid == liar.pid)
         assert session.quarantined_bytes == 3 * SLAB
         assert session.kv_bytes == SLAB
         liar.ask("unmap", 1)
-        wait_until(lambda: admin.device().quarantined_bytes == 0, 30)
+        wait_until(lambda: admin.device().quarantined_bytes == 0)
         assert liar.ask("grow", 3) == 0
 
 
@@ -410,7 +410,7 @@ def test_experts_come_back_with_the_right_bytes_when_a_client_ends(model: SmallM
                 grower.ask("write_kv", 255)
                 assert admin.status().models[0].resident < model.n
                 assert one.wrong_experts() == 0
-            wait_until(lambda: admin.status().models[0].resident == model.n, 30, lambda: str(admin.status()))
+            wait_until(lambda: admin.status().models[0].resident == model.n, otherwise=lambda: str(admin.status()))
             assert one.wrong_experts() == 0
             assert admin.device().kv_bytes == 0
 
@@ -445,7 +445,7 @@ def test_slabs_that_change_domains_are_made_anew(model: SmallModel) -> None:
         assert holder.ask("wrong_experts") == 0
         assert admin.device().quarantined_bytes == 0
         taker.ask("shrink", 0)
-        wait_until(lambda: admin.status().models[0].resident == model.n, 30, lambda: str(admin.status()))
+        wait_until(lambda: admin.status().models[0].resident == model.n, otherwise=lambda: str(admin.status()))
         assert holder.ask("wrong_experts") == 0
         assert holder.ask("troubles") == []
 
@@ -466,7 +466,7 @@ def test_revocation_that_nobody_answers_is_quarantined_and_told(model: SmallMode
                 taker.ask("grow", 6)
             session = next(s for s in admin.status().sessions if s.pid == holder.pid)
             assert session.quarantined_bytes == admin.device().quarantined_bytes == 4 * SLAB
-        wait_until(lambda: admin.device().quarantined_bytes == 0, 30)
+        wait_until(lambda: admin.device().quarantined_bytes == 0)
         assert holder.ask("wrong_experts") == 0
         taker.ask("grow", 6)
 
@@ -491,7 +491,7 @@ def test_sigterm_ends_the_daemon_and_clients_go_on(model: SmallModel) -> None:
         assert running.process.wait(30) == 0
         reads, _, wrong = peer.answer()
         assert reads and wrong == []
-        wait_until(lambda: peer.ask("gone") != "", 30)
+        wait_until(lambda: peer.ask("gone") != "")
         assert "stopping" in peer.ask("gone")
         assert peer.ask("wrong_experts") == 0
         assert peer.ask("read_kv") == [9]
@@ -536,7 +536,7 @@ def test_draining_refuses_newcomers_and_serves_those_who_are_there(model: SmallM
         assert refused.value.reason == "draining"
         assert admin.status().daemon.draining
         peer.ask("grow", 3)
-        wait_until(lambda: any("draining" in line for line in peer.ask("troubles")), 30)
+        wait_until(lambda: any("draining" in line for line in peer.ask("troubles")))
         peer.ask("close")
         assert running.process.wait(30) == 0
         admin.close()
@@ -634,13 +634,13 @@ def test_next_daemon_takes_over_after_sigkill(model: SmallModel) -> None:
     directory = Path(tempfile.mkdtemp(prefix="st-", dir="/tmp"))
     try:
         with _vmmd(directory) as first:
-            wait_until(lambda: (directory / "vmmd.sock").exists() and (directory / "handles.sock").exists(), 30)
+            wait_until(lambda: (directory / "vmmd.sock").exists() and (directory / "handles.sock").exists())
             with _with_memory(directory, model) as peer:
                 token = peer.ask("token")
                 first.kill()
                 first.wait()
                 with _vmmd(directory):
-                    wait_until(lambda: _serves(directory), 30)
+                    wait_until(lambda: _serves(directory))
                     assert peer.ask("wrong_experts") == 0
                     assert peer.ask("read_kv") == [9]
                     with pytest.raises(VmmError):

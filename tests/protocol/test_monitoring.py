@@ -80,7 +80,7 @@ def test_top_shows_a_running_session() -> None:
     """A frame, as text in a pipe, has the device, the arena with its hits, and the session's tokens a second."""
     with running_daemon('[host]\ndevice_bytes = "64MiB"\nram_bytes = "64MiB"\n') as daemon:
         process = daemon.start_generate("Once upon a time", *LONG)
-        wait_until(lambda: daemon.status()["sessions"][0]["decoded_tokens_per_s"] > 0, 30)
+        wait_until(lambda: daemon.status()["sessions"][0]["decoded_tokens_per_s"] > 0)
         where = ("--socket", os.fspath(daemon.directory))
         done = vmmctl("top", "--iterations", "2", "--interval", "0.2", *where)
         process.send_signal(signal.SIGINT)
@@ -171,7 +171,7 @@ def test_models_of_one_name_do_not_clash(watched: _Watched) -> None:
     with public_model() as one, public_model(2, 8) as two, client(watched.daemon.directory) as peer:
         peer.open(one)
         peer.open(two)
-        wait_until(lambda: len(_samples(watched.families()["strata_experts"])) >= 2, 30)
+        wait_until(lambda: len(_samples(watched.families()["strata_experts"])) >= 2)
         names = [sample.labels["model"] for sample in watched.families()["strata_experts"].samples]
         assert names.count("model") >= 2
 
@@ -212,7 +212,7 @@ def test_rude_readers_harm_nobody(watched: _Watched) -> None:
                 pass
         sock.close()
     assert "strata_uptime_seconds" in watched.text()
-    wait_until(lambda: len(os.listdir(f"/proc/{watched.daemon.process.pid}/fd")) <= before, 30)
+    wait_until(lambda: len(os.listdir(f"/proc/{watched.daemon.process.pid}/fd")) <= before)
 
 
 def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:

@@ -69,13 +69,13 @@ def test_experts_are_on_the_peers() -> None:
 def _check_peers(daemon: Daemon) -> None:
     arguments = (PROMPT, "--max-tokens", "1", "--temperature", "0", "--verbose")
     assert _peer_lines(daemon.generate(*arguments)) == []
-    wait_until(lambda: _resident(daemon) == 36, 30)
+    wait_until(lambda: _resident(daemon) == 36)
     ((number, experts, how, primary, others, together, total),) = _peer_lines(
         daemon.generate(*arguments, "--peer-device", "1")
     )
     assert (number, experts, primary, others, together, total) == (1, 36, 36, 0, 72, 96)
     assert how.startswith("filled in ")
-    wait_until(lambda: _resident(daemon) == 72, 30)
+    wait_until(lambda: _resident(daemon) == 72)
     lines = _peer_lines(daemon.generate(*arguments, "--peer-device", "HOST-SIM-1", "--peer-device", "2"))
     assert [line[:2] for line in lines] == [(1, 36), (2, 24)]
     assert [line[2].startswith("filled") for line in lines] == [False, True]
@@ -142,7 +142,7 @@ def test_a_growth_moves_experts_to_the_peer(daemon: Daemon) -> None:
     assert len(growths) >= 2
     devices = {d["uuid"]: d for d in daemon.status()["devices"]}
     assert devices["HOST-SIM-0"]["traded_slabs"] >= 2 and devices["HOST-SIM-1"]["traded_slabs"] == 0
-    wait_until(lambda: _resident(daemon) == 72, 30, lambda: str(daemon.status()))
+    wait_until(lambda: _resident(daemon) == 72, otherwise=lambda: str(daemon.status()))
 
 
 def test_a_peer_without_a_path_computes() -> None:

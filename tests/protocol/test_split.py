@@ -133,7 +133,7 @@ def test_a_device_that_is_too_small() -> None:
         done = running.generate(PROMPT, "--layer-split", "3")
         assert done.returncode == 1
         assert re.search(r"model .*layers 3 to 5' needs .* asked for on HOST-SIM-1", _lines(done)[-1])
-        wait_until(lambda: running.status()["sessions"] == [], 30)
+        wait_until(lambda: running.status()["sessions"] == [])
         assert running.generate(PROMPT, "--layer-split", "3", "--device", "0", "--device", "2").returncode == 0
 
 

@@ -49,7 +49,7 @@ def _verify(daemon: Daemon, *args: str) -> tuple[int, dict[str, Any]]:
 
 
 def _wait_for_homes(daemon: Daemon, count: int = 64) -> None:
-    wait_until(lambda: daemon.status()["models"][0]["homes"] == count, 30)
+    wait_until(lambda: daemon.status()["models"][0]["homes"] == count)
 
 
 @contextmanager

@@ -59,5 +59,5 @@ def test_drain_refuses_new_sessions_and_ends_the_daemon() -> None:
         assert b"drain" in refused.stderr.lower()
         process.send_signal(signal.SIGINT)
         process.communicate()
-        wait_until(lambda: daemon.process.poll() is not None, 30)
+        wait_until(lambda: daemon.process.poll() is not None)
         assert daemon.process.returncode == 0
